@@ -1,0 +1,27 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
+
+ready := .venv/.installed
+
+help:
+	@echo 'make demo    set up .venv if needed, then train a tiny model with GRPO on the CPU'
+	@echo 'make test    set up .venv if needed, then run the tests that need no GPU'
+	@echo 'make setup   only set up .venv'
+	@echo 'make lint    check the style with ruff'
+
+setup: $(ready)
+
+$(ready): requirements.txt constraints.txt pyproject.toml scripts/setup.sh $(wildcard scripts/sglang_wheel/*)
+	@scripts/setup.sh
+
+demo: $(ready)
+	@scripts/run_demo.sh
+
+test: $(ready)
+	@.venv/bin/python -m pytest
+
+lint: $(ready)
+	@.venv/bin/ruff check .

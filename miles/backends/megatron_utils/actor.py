@@ -1,0 +1,185 @@
+"""MegatronTrainRayActor: one rank of the trainer, as a Ray actor."""
+
+import logging
+import os
+
+import ray
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from miles.backends.megatron_utils import checkpoint
+from miles.backends.megatron_utils.hf import family_for, load_hf_config
+from miles.backends.megatron_utils.hf.checkpoint_io import load_into
+from miles.backends.megatron_utils.initialize import initialize
+from miles.backends.megatron_utils.model import build_model, build_train_state, stage_layers
+from miles.backends.megatron_utils.reference import ReferenceWeights
+from miles.backends.megatron_utils.training import ShardTrainer, Stopwatch
+from miles.config import RunConfig
+from miles.training.schedule import TrainShard
+from miles.utils.checkpoint_folder import find_checkpoint
+from miles.utils.network import free_ports, host_port
+from miles.weight_sync.export import save_hf
+from miles.weight_sync.gather import ParallelInfo
+from miles.weight_sync.updater import EngineTarget, WeightUpdater
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronTrainRayActor:
+    """Holds this rank's part of the model and trains it.
+
+    Args:
+        config: the run's configuration, complete (num_rollout is set).
+        rank, world_size: this rank's place among the trainer's ranks.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int):
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+
+    def master_address(self) -> str:
+        """An address on this rank's node for the ranks to meet at."""
+        ip = ray.util.get_node_ip_address()
+        return host_port(ip, free_ports(1, ip)[0])
+
+    def init(self, master: str) -> None:
+        """Join the other ranks, build the model, and load the checkpoint of --load, else --hf-checkpoint's weights."""
+        config = self.config
+        if config.device == "cpu":
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        initialize(config, self.rank, self.world_size, master)
+        self.hf_config = load_hf_config(config.hf_checkpoint)
+        self.family = family_for(self.hf_config)
+        self.model = build_model(config, self.hf_config)
+        self.parallel = ParallelInfo(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=config.tensor_model_parallel_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=config.pipeline_model_parallel_size,
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            stage_layers=stage_layers(self.model.config),
+        )
+        self.reference = None
+        if config.use_kl_loss:
+            self._load_hf_weights(config.ref_load)
+            self.reference = ReferenceWeights(self.model)
+        self._load_hf_weights(config.hf_checkpoint)
+        self.state = build_train_state(config, self.model, config.num_rollout * config.steps_per_rollout)
+        self.first_rollout_id = 0
+        found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
+        if found is not None:
+            rollout_id, folder = found
+            checkpoint.load(folder, self.state, with_optimizer=not config.no_load_optim)
+            self.first_rollout_id = rollout_id + 1
+            logger.info("continuing from %s", folder)
+        self.trainer = ShardTrainer(config, self.hf_config.vocab_size)
+        self.updater: WeightUpdater | None = None
+        self.checked_log_probs = False
+
+    def _load_hf_weights(self, folder: str) -> None:
+        parallel = self.parallel
+        load_into(
+            self.model,
+            self.family,
+            self.hf_config,
+            folder,
+            parallel.stage_layers[parallel.pp_rank],
+            parallel.tp_rank,
+            parallel.tp_size,
+            parallel_state.is_pipeline_first_stage(),
+            parallel_state.is_pipeline_last_stage(),
+        )
+
+    def start_rollout_id(self) -> int:
+        """The rollout to start with: --start-rollout-id, else the one after the loaded checkpoint's."""
+        explicit = self.config.start_rollout_id
+        return self.first_rollout_id if explicit is None else explicit
+
+    def train(self, rollout_id: int, shard: TrainShard) -> dict[str, float]:
+        """Train on this data-parallel rank's shard; returns metrics on one rank, {} on the others.
+
+        A metric is the mean over the rollout's optimizer steps.
+
+        Raises:
+            RuntimeError: in the first rollout, trainer and engine disagree about log-probabilities by more than
+                --max-logprob-abs-diff.
+        """
+        config, watch = self.config, Stopwatch()
+        columns: dict[str, torch.Tensor] = {}
+        if config.loss_type == "policy_loss":
+            if self.reference is not None:
+                with watch("ref_log_probs"), self.reference.swapped_in(self.model):
+                    ref_log_probs = self.trainer.log_probs(self.state.model, shard)
+                if ref_log_probs is not None:
+                    columns["ref_log_probs"] = ref_log_probs
+            if not config.use_rollout_logprobs or not self.checked_log_probs:
+                with watch("log_probs"):
+                    old_log_probs = self.trainer.log_probs(self.state.model, shard)
+                if old_log_probs is not None:
+                    columns["old_log_probs"] = old_log_probs
+                    if not self.checked_log_probs:
+                        self._check_log_probs(old_log_probs, shard, rollout_id)
+                self.checked_log_probs = True
+        with watch("actor_train"):
+            steps = self.trainer.train(self.state, shard, columns)
+        if not self._reports():
+            return {}
+        metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        return metrics | {"train/step": float(self.state.scheduler.num_steps)} | watch.metrics
+
+    def _reports(self) -> bool:
+        return (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank() == 0
+        )
+
+    def _check_log_probs(self, log_probs: torch.Tensor, shard: TrainShard, rollout_id: int) -> None:
+        """Once, on the last stage, before any training: do engine and trainer hold the same model?"""
+        mask = torch.from_numpy(shard.batch["loss_masks"]) > 0
+        gaps = (log_probs - torch.from_numpy(shard.batch["rollout_log_probs"])).abs()[mask]
+        total = torch.tensor([gaps.sum().item(), float(len(gaps))], device=self.config.device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        mean = (total[0] / total[1].clamp(min=1)).item()
+        bound = self.config.max_logprob_abs_diff
+        if not mean <= bound:
+            raise RuntimeError(
+                f"after the first weight sync the trainer's and the engine's log-probabilities of rollout {rollout_id} "
+                f"differ by {mean:.4g} on average, the bound is {bound:.4g} (--max-logprob-abs-diff): the two do not "
+                "hold the same model; check --hf-checkpoint, precision and --sglang-* arguments"
+            )
+        logger.info("trainer and engine log-probabilities differ by %.3g on average (bound %.3g)", mean, bound)
+
+    def connect(self, engines: list[EngineTarget]) -> None:
+        """Prepare to send weights to `engines`."""
+        self.updater = WeightUpdater(
+            model=self.model,
+            family=self.family,
+            hf_config=self.hf_config,
+            parallel=self.parallel,
+            checkpoint_folder=self.config.hf_checkpoint,
+            engines=engines,
+            rank=self.rank,
+            group=dist.new_group(backend="gloo"),
+            buffer_size=self.config.update_weight_buffer_size,
+        )
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Send the weights to the engines as `version`; metrics on rank 0."""
+        metrics = self.updater.update(version)
+        return metrics if self.rank == 0 else {}
+
+    def save(self, rollout_id: int) -> None:
+        """Write this rank's part of the checkpoint of `rollout_id`."""
+        checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
+
+    def export_hf(self, rollout_id: int) -> None:
+        """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names."""
+        folder = self.config.save_hf.format(rollout_id=rollout_id)
+        source, is_writer = self.config.hf_checkpoint, self.rank == 0
+        if parallel_state.get_data_parallel_rank() == 0:
+            save_hf(folder, self.model, self.family, self.hf_config, self.parallel, source, is_writer)
+        dist.barrier()

@@ -1,0 +1,98 @@
+"""Checkpoints of the trainer: model, optimizer, schedule and random state, in Megatron's resharding format.
+
+A checkpoint is the folder `<save>/iter_0000012` (the number is the rollout id). It counts only once
+`latest_checkpointed_iteration.txt` names it, and that marker is written last, by the driver.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from miles.backends.megatron_utils.model import TrainState
+from miles.utils.checkpoint_folder import checkpoint_folder
+
+logger = logging.getLogger(__name__)
+
+# Optimizer shards that can be loaded under other parallel sizes than they were saved under.
+_OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) -> None:
+    """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together."""
+    folder = checkpoint_folder(root, rollout_id)
+    model_folder = folder / "model"
+    if dist.get_rank() == 0:
+        # What a crash left behind is no checkpoint: the marker does not name it.
+        shutil.rmtree(folder, ignore_errors=True)
+        model_folder.mkdir(parents=True)
+        (folder / "rng").mkdir()
+    dist.barrier()
+    dist_checkpointing.save(
+        _sharded_state(state, with_optimizer, is_loading=False),
+        str(model_folder),
+        content_metadata=_OPTIMIZER_METADATA,
+    )
+    torch.save(_rng_state(), folder / "rng" / f"rank_{dist.get_rank():05d}_of_{dist.get_world_size():05d}.pt")
+    dist.barrier()
+
+
+def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
+    """Load the checkpoint in `folder`, saved under any parallel sizes.
+
+    Random state is restored when the number of ranks is the one it was saved with.
+    """
+    model_folder = folder / "model"
+    if with_optimizer and "optimizer" not in dist_checkpointing.load_common_state_dict(str(model_folder)):
+        raise ValueError(
+            f"{folder} holds no optimizer state (it was saved with --no-save-optim): pass --no-load-optim to continue "
+            "with a fresh optimizer"
+        )
+    loaded = dist_checkpointing.load(
+        _sharded_state(state, with_optimizer, is_loading=True),
+        str(model_folder),
+        strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RAISE_UNEXPECTED,
+    )
+    state.model.module.load_state_dict(loaded["model"], strict=True)
+    if with_optimizer:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    else:
+        state.optimizer.reload_model_params()
+    rng_file = folder / "rng" / f"rank_{dist.get_rank():05d}_of_{dist.get_world_size():05d}.pt"
+    if rng_file.exists():
+        _set_rng_state(torch.load(rng_file, weights_only=True))
+    else:
+        logger.info("%s was saved by another number of ranks: random state starts from --seed", folder)
+
+
+def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) -> dict:
+    model_state = state.model.module.sharded_state_dict(metadata=_OPTIMIZER_METADATA)
+    result = {"model": model_state}
+    if with_optimizer:
+        result["optimizer"] = state.optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=_OPTIMIZER_METADATA
+        )
+        result["scheduler"] = state.scheduler.state_dict()
+    return result
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

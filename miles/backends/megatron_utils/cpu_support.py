@@ -1,0 +1,90 @@
+"""The few lines that let megatron-core 0.19.2 run on a CPU with gloo, without Transformer Engine or Apex.
+
+Megatron has no device-agnostic path: it asks `torch.cuda` for the current device and stream, writes `device="cuda"` as a
+literal in four modules, and chooses optimizer groups by the type name "torch.cuda.FloatTensor". `install()` answers these
+questions for a CPU; nothing else of Megatron changes. The version is asserted, since every line depends on its source.
+"""
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Iterator
+
+import torch
+
+MEGATRON_VERSION = "0.19.2"
+_MODULES_WITH_CUDA_LITERALS = ("pipeline_parallel.schedules", "optimizer.optimizer", "optimizer.clip_grads", "utils")
+_FACTORIES = ("tensor", "zeros", "ones", "empty")
+
+
+class _Stream:
+    """A stream that is always done: work on a CPU is synchronous."""
+
+    def wait_stream(self, *_) -> None: ...
+
+    def wait_event(self, *_) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _TorchOnCPU(types.ModuleType):
+    """`torch` as seen by one Megatron module: tensor factories turn `device="cuda"` into the CPU."""
+
+    def __getattr__(self, name: str):
+        attribute = getattr(torch, name)
+        if name not in _FACTORIES:
+            return attribute
+
+        @functools.wraps(attribute)
+        def factory(*args, **kwargs):
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            return attribute(*args, **kwargs)
+
+        return factory
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Within it, `tensor.type()` names CUDA types: the optimizer sorts parameters by them.
+
+    Wrap it around building the optimizer and around its `step()`; on a GPU it changes nothing.
+    """
+    original = torch.Tensor.type
+
+    def type_name(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not self.is_cuda:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_name
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original
+
+
+def install() -> None:
+    """Make this process able to build and train Megatron models on the CPU. Call once, before building a model."""
+    import megatron.core
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    if megatron.core.__version__ != MEGATRON_VERSION:
+        raise ValueError(
+            f"megatron-core {megatron.core.__version__} is installed, but its CPU support was written for "
+            f"{MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
+        )
+    assert not torch.cuda.is_available(), "CPU support must not be installed where a GPU is visible"
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda *_: _Stream()
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.empty_cache = lambda: None
+    # Tied embeddings with pipeline stages call weight.data.cuda().
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    # Checkpoints and recomputation save the device's generator: on a CPU it is the default one.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    for module in _MODULES_WITH_CUDA_LITERALS:
+        importlib.import_module(f"megatron.core.{module}").torch = _TorchOnCPU("torch")

@@ -1,0 +1,268 @@
+"""Reading Hugging Face safetensors checkpoints tensor by tensor into a Megatron model, and writing them as a stream."""
+
+import json
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
+
+from miles.backends.megatron_utils.hf.base import HEAD, Entry, Family
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SHOWN = 8
+
+
+class CheckpointIndex:
+    """Names, shapes and dtypes of a checkpoint, from the headers of its safetensors files; tensors are read one by one.
+
+    folder: holds model.safetensors, or model.safetensors.index.json and the files that it names.
+    shapes: {name: shape}; dtypes: {name: safetensors dtype such as "BF16"}.
+    Raises ValueError where the folder has no such files, or the index and the files disagree.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._handles: dict[Path, safe_open] = {}
+        listed = self._listed_names()
+        for path, names in listed.items():
+            header = _read_header(path)
+            for name in header if names is None else names:
+                if name not in header:
+                    raise ValueError(f"{self.folder / INDEX_FILE} says that {path.name} holds {name}, but it does not")
+                self.files[name] = path
+                self.shapes[name] = tuple(header[name]["shape"])
+                self.dtypes[name] = header[name]["dtype"]
+
+    def _listed_names(self) -> dict[Path, list[str] | None]:
+        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
+        if index.is_file():
+            files: dict[Path, list[str] | None] = {}
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                files.setdefault(self.folder / file, []).append(name)
+            missing = [path.name for path in files if not path.is_file()]
+            if missing:
+                raise ValueError(f"{index} names files that are not there: {_some(missing)}; download them again")
+            return files
+        if single.is_file():
+            return {single: None}
+        raise ValueError(
+            f"{self.folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: give the folder of a safetensors checkpoint "
+            "(save_pretrained writes one)"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One full tensor, mapped from its file: bytes are read when they are used."""
+        path = self.files[name]
+        if path not in self._handles:
+            self._handles[path] = safe_open(path, framework="pt", device="cpu")
+        return self._handles[path].get_tensor(name)
+
+
+def check_names_and_shapes(index: CheckpointIndex, entries: list[Entry], family: Family, tied: bool) -> None:
+    """Compare all of a model's entries with the checkpoint. Raises ValueError with the names that differ.
+
+    A tied head may be listed or not. `entries` are those of every pipeline stage.
+    """
+    wanted = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
+    extra = {name for name in index.files if name not in wanted and not name.endswith(family.ignored_suffixes)}
+    if tied:
+        extra.discard(HEAD)
+    missing = [name for name in wanted if name not in index]
+    shapes = [
+        f"{name} {list(index.shapes[name])} in the checkpoint, {list(shape)} by config.json"
+        for name, shape in wanted.items()
+        if name in index and index.shapes[name] != tuple(shape)
+    ]
+    dtypes = [f"{name} {index.dtypes[name]}" for name in wanted if name in index and index.dtypes[name] not in DTYPES]
+    faults = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not of this model", sorted(extra)),
+            ("other shapes", shapes),
+            (f"dtypes other than {', '.join(DTYPES)}", dtypes),
+        )
+        if names
+    ]
+    if faults:
+        raise ValueError(f"the weights in {index.folder} do not fit its config.json; " + "; ".join(faults))
+
+
+def load_into(
+    model: torch.nn.Module,
+    family: Family,
+    hf_config: PreTrainedConfig,
+    folder: str | Path,
+    layers: range,
+    tp_rank: int,
+    tp_size: int,
+    first_stage: bool,
+    last_stage: bool,
+) -> int:
+    """Fill a pipeline stage's model from the checkpoint in `folder`; returns the number of parameters filled.
+
+    model: the stage's GPTModel, unwrapped. Only the tensors of `layers` (global numbers) and, on the first and last
+    stage, embedding, final norm and head are read, one entry at a time; values are cast to the parameters' dtypes.
+    Raises ValueError where checkpoint and config.json differ in names or shapes, or the model has a parameter without a
+    value, or a value has no parameter.
+    """
+    index = CheckpointIndex(folder)
+    whole = family.entries(hf_config, range(hf_config.num_hidden_layers), True, True)
+    check_names_and_shapes(index, whole, family, hf_config.tie_word_embeddings)
+    targets = model_tensors(model)
+    entries = family.entries(hf_config, layers, first_stage, last_stage)
+    check_parameters(targets, entries)
+    for entry in entries:
+        value = entry.kind.split([index.read(name) for name in entry.hf_names], tp_rank, tp_size)
+        target = targets[entry.megatron_name]
+        if value.shape != target.shape:
+            raise ValueError(
+                f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(value.shape)} from "
+                f"{', '.join(entry.hf_names)} at tensor parallel size {tp_size}"
+            )
+        with torch.no_grad():
+            target.copy_(value)
+    return len(entries)
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a stage's model, by name (Megatron's _extra_state is no weight)."""
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def check_parameters(targets: dict[str, torch.Tensor], entries: list[Entry]) -> None:
+    """Each parameter of the stage has exactly one entry. Raises ValueError with the names that differ."""
+    named = [entry.megatron_name for entry in entries]
+    assert len(set(named)) == len(named), "an entry list names a parameter twice"
+    without_value, without_parameter = sorted(targets.keys() - set(named)), sorted(set(named) - targets.keys())
+    if without_value or without_parameter:
+        raise ValueError(
+            f"the Megatron model and its family's entries differ: parameters without a value: {_some(without_value)}; "
+            f"values without a parameter: {_some(without_parameter)}"
+        )
+
+
+class HFWriter:
+    """Writes a stream of (name, tensor) as a safetensors checkpoint that transformers loads; a context manager.
+
+    folder: the finished checkpoint. It appears at the end, whole: until then the files are in `.<name>.partial` beside
+    it. An older export of ours at that place is replaced; any other folder is refused with FileExistsError.
+    source: the checkpoint from which configuration and tokenizer files are copied; config.json says the written dtype.
+    max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
+    """
+
+    def __init__(self, folder: str | Path, source: str | Path, max_shard_bytes: int = 5 * 1024**3):
+        self.folder, self.source = Path(folder), Path(source)
+        self.max_shard_bytes = max_shard_bytes
+        if self.folder.exists() and not _is_export(self.folder):
+            raise FileExistsError(f"{self.folder} exists and was not written by this program: name another folder")
+        self.partial = self.folder.parent / f".{self.folder.name}.partial"
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._dtypes: set[torch.dtype] = set()
+        self.bytes_written = 0
+
+    def __enter__(self) -> "HFWriter":
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one tensor. It is copied: the caller may change it afterwards."""
+        if name in self._names:
+            raise ValueError(f"{name} was written twice")
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._names.add(name)
+        self._dtypes.add(tensor.dtype)
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        else:
+            shutil.rmtree(self.partial)
+
+    def _flush(self) -> None:
+        save_file(self._pending, self.partial / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self.bytes_written += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _finish(self) -> None:
+        self._flush()
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self.partial / f"{number}.safetensors").rename(self.partial / file)
+            weight_map.update(dict.fromkeys(names, file))
+        for path in self.source.iterdir():
+            if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name != INDEX_FILE:
+                shutil.copyfile(path, self.partial / path.name)
+        self._write_config()
+        metadata = {"total_size": self.bytes_written, "writer": "miles"}
+        (self.partial / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.partial.rename(self.folder)
+
+    def _write_config(self) -> None:
+        config = json.loads((self.source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        if len(self._dtypes) == 1:
+            (dtype,) = self._dtypes
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# Configuration, generation settings, tokenizer (json, sentencepiece model, merges), chat template; never weights.
+_COPIED_SUFFIXES = {".json", ".model", ".txt", ".jinja"}
+
+
+def _is_export(folder: Path) -> bool:
+    index = folder / INDEX_FILE
+    return index.is_file() and json.loads(index.read_text()).get("metadata", {}).get("writer") == "miles"
+
+
+def _read_header(path: Path) -> dict[str, dict]:
+    """A safetensors header: 8 bytes of length (little-endian), then JSON (github.com/huggingface/safetensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= path.stat().st_size - 8:
+            raise ValueError(f"{path} is not a whole safetensors file: download it again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    if path.stat().st_size != 8 + length + max(ends, default=0):
+        raise ValueError(f"{path} is cut off or damaged: its header and its size differ; download it again")
+    return header
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "") if names else "none"

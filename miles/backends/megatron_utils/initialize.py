@@ -1,0 +1,39 @@
+"""Process groups of one trainer rank: torch.distributed, then Megatron's tensor, pipeline and data groups."""
+
+import datetime
+import logging
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from miles.backends.megatron_utils import cpu_support, torch_adam
+from miles.config import RunConfig
+
+
+def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> None:
+    """Join the trainer's world at `master` ("host:port") and build Megatron's groups.
+
+    NCCL on a GPU, gloo on a CPU. Random state is seeded from --seed, differently on each tensor-parallel rank.
+    """
+    # Says at every build that GPTModel gets no new features; it is what expresses every family here.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    if config.device == "cpu":
+        cpu_support.install()
+    else:
+        torch.cuda.set_device(0)
+    torch_adam.install()
+    dist.init_process_group(
+        backend="nccl" if config.device == "cuda" else "gloo",
+        init_method=f"tcp://{master}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+    )
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)

@@ -1,0 +1,34 @@
+"""The reference policy: a second set of weights, kept on the host and swapped in for one forward pass."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class ReferenceWeights:
+    """A copy of a model's weights as they are now, on the host (pinned beside a GPU)."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._weights = [_host_copy(parameter) for parameter in model.parameters()]
+
+    @contextlib.contextmanager
+    def swapped_in(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within it `model` holds the reference's weights; its own come back afterwards, bit for bit."""
+        own = [_host_copy(parameter) for parameter in model.parameters()]
+        _copy_in(model, self._weights)
+        try:
+            yield
+        finally:
+            _copy_in(model, own)
+
+
+def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+    return copy.copy_(parameter.detach())
+
+
+def _copy_in(model: torch.nn.Module, weights: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)

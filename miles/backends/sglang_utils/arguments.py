@@ -1,0 +1,103 @@
+"""What an SGLang server is started with: arguments, command line and environment.
+
+Miles sets what it must (model, address, parallel size, seed, dtype, no warm-up request, and the backends that a CPU needs).
+Whatever the user gives as `--sglang-<name>` is added and wins.
+"""
+
+import json
+import os
+import sys
+
+from miles.config import RunConfig
+
+HOST = "127.0.0.1"
+
+# Size of the key-value pool, in tokens, and of the batch on a CPU: SGLang derives them from GPU memory otherwise.
+CPU_MAX_TOTAL_TOKENS = 32768
+CPU_MAX_RUNNING_REQUESTS = 128
+
+
+def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_port: int) -> dict[str, object]:
+    """Arguments of engine `engine_rank`: names as in `sglang.srt.server_args.ServerArgs`, values as it takes them."""
+    arguments: dict[str, object] = {
+        "model_path": config.hf_checkpoint,
+        "host": HOST,
+        "port": port,
+        "nccl_port": nccl_port,
+        "tp_size": config.rollout_num_gpus_per_engine,
+        "random_seed": config.seed + engine_rank,
+        "dtype": "bfloat16" if config.bf16 else "float32",
+        "skip_server_warmup": True,
+        "log_level": "warning",
+    }
+    if config.device == "cpu":
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
+            "max_running_requests": CPU_MAX_RUNNING_REQUESTS,
+        }
+    return arguments | config.sglang
+
+
+def command_line(arguments: dict[str, object]) -> list[str]:
+    """The command that starts a server with `arguments`. None and False mean: leave SGLang's default."""
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None or value is False:
+            continue
+        if value is True:
+            command.append(flag)
+        elif isinstance(value, (list, tuple)):
+            command += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            command += [flag, json.dumps(value)]
+        else:
+            command += [flag, str(value)]
+    return command
+
+
+def server_environment(
+    config: RunConfig, *, engine_rank: int, gpu_ids: list[int], grpc_port: int
+) -> dict[str, str]:
+    """Environment of engine `engine_rank`: the caller's, with the GPUs (or CPU cores) that the server may use.
+
+    `gpu_ids` are physical ids; empty on a CPU, where engines share the machine's cores evenly.
+    """
+    environment = dict(os.environ)
+    # Without .pyc files an SGLang start takes three times as long.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Never opened, but checked: left out, SGLang takes port + 10000, which may be above 65535.
+    environment["SGLANG_GRPC_PORT"] = str(grpc_port)
+    if config.device == "cuda":
+        if len(gpu_ids) != config.rollout_num_gpus_per_engine:
+            raise ValueError(
+                f"engine {engine_rank} was given GPUs {gpu_ids} but needs {config.rollout_num_gpus_per_engine} "
+                "(--rollout-num-gpus-per-engine)."
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        return environment
+
+    cores = sorted(os.sched_getaffinity(0))
+    tp_size = config.rollout_num_gpus_per_engine
+    environment |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # Otherwise each /health generates a token.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "OMP_NUM_THREADS": str(max(1, len(cores) // (config.num_engines * tp_size))),
+    }
+    if tp_size > 1:
+        if tp_size > len(cores):
+            raise ValueError(
+                f"--rollout-num-gpus-per-engine {tp_size} needs {tp_size} CPU cores, one a tensor-parallel rank; "
+                f"this process may use {len(cores)}."
+            )
+        # SGLang wants a core list per TP rank as soon as there are more ranks than NUMA nodes.
+        bindings = [",".join(map(str, cores[rank::tp_size])) for rank in range(tp_size)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bindings)
+        # SGLang would set up NCCL wherever it can load the library, GPU or not.
+        environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
+    return environment

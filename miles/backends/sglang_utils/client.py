@@ -1,0 +1,171 @@
+"""HTTP client of one SGLang server."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+BODY_CHARS_IN_ERROR = 500
+BACKOFF_SECONDS = 0.5
+CONTROL_TIMEOUT_SECONDS = 300.0
+
+
+class SGLangError(RuntimeError):
+    """A request that failed for good. `status` is the HTTP status, or None where no whole answer came."""
+
+    def __init__(self, url: str, status: int | None, body: str, attempts: int) -> None:
+        self.url, self.status, self.body, self.attempts = url, status, body[:BODY_CHARS_IN_ERROR], attempts
+        answer = "no answer" if status is None else f"HTTP {status}"
+        super().__init__(f"{url}: {answer} after {attempts} attempt{'s' * (attempts > 1)}: {self.body}")
+
+
+class SGLangClient:
+    """Talks to the server at `url` (`http://host:port`), without proxies and without a limit of connections.
+
+    Use it as `async with SGLangClient(url) as client`, or call `close()`. Its session belongs to the event loop it was
+    first used in; after `close()` the client can be used in another loop.
+
+    Args:
+        request_timeout: seconds that one generate request may take, over which it fails without a retry.
+        retries: further attempts of a generate request after a lost connection or a 5xx answer, 0.5, 1, 2, ... seconds
+            apart. Control calls are sent once: repeating one that half happened is the caller's decision.
+    """
+
+    def __init__(self, url: str, *, request_timeout: float = 1800.0, retries: int = 3) -> None:
+        self.url = url
+        self._request_timeout = request_timeout
+        self._retries = retries
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # Generation
+
+    async def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, object]]) -> list[dict]:
+        """Continue each prompt of `input_ids`; one answer a prompt, in order: {text, output_ids, meta_info}.
+
+        `meta_info.output_token_logprobs` holds [log-prob, id, None] for each new token, at the sampling temperature.
+        """
+        assert len(input_ids) == len(sampling_params)
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        replies = await self._call(
+            "POST", "/generate", body, timeout=self._request_timeout, retries=self._retries
+        )
+        if not isinstance(replies, list) or len(replies) != len(input_ids):
+            got = len(replies) if isinstance(replies, list) else repr(replies)[:BODY_CHARS_IN_ERROR]
+            raise RuntimeError(f"{self.url}/generate: asked for {len(input_ids)} samples, got {got}")
+        return replies
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort the request `request_id`; all requests where it is None."""
+        body = {"abort_all": True} if request_id is None else {"rid": request_id}
+        await self._control("/abort_request", body)
+
+    # State
+
+    async def health(self) -> None:
+        """Raise unless the server is up."""
+        await self._call("GET", "/health", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+
+    async def model_info(self) -> dict:
+        """The server's model; `weight_version` is the version of its weights."""
+        return await self._call("GET", "/model_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+
+    async def flush_cache(self, timeout: float = 60.0) -> None:
+        """Drop the prefix cache, waiting up to `timeout` seconds for running requests. Not while paused by `retract`."""
+        await self._control(f"/flush_cache?timeout={timeout:g}", None)
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating: `abort` ends the running requests, `retract` queues them again, `in_place` freezes them."""
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def continue_(self) -> None:
+        """Go on after `pause`."""
+        await self._control("/continue_generation", {})
+
+    # Weights
+
+    async def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> None:
+        """Load tensors into the server's model.
+
+        Args:
+            serialized_named_tensors: base64 of SGLang's `MultiprocessingSerializer`, one string a TP rank.
+            load_format: None, or `flattened_bucket` for one flat tensor and its table of contents.
+            flush_cache: drop the prefix cache afterwards; must be False while paused by `retract` (the server dies).
+            weight_version: reported in `meta_info` from now on.
+
+        Names and shapes must be right: SGLang answers success for an unknown name and dies of a wrong shape.
+        """
+        body = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
+        }
+        reply = await self._control("/update_weights_from_tensor", body)
+        self._require_success("/update_weights_from_tensor", reply)
+
+    async def update_weight_version(self, version: str) -> None:
+        """Set the version that is reported with each sample. Running requests go on."""
+        reply = await self._control("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self._require_success("/update_weight_version", reply)
+
+    # Transport
+
+    def _require_success(self, path: str, reply: object) -> None:
+        if not isinstance(reply, dict) or reply.get("success") is not True:
+            raise SGLangError(self.url + path, 200, repr(reply), 1)
+
+    async def _control(self, path: str, body: dict | None) -> object:
+        return await self._call("POST", path, body, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+
+    async def _call(self, method: str, path: str, body: dict | None, *, timeout: float, retries: int) -> object:
+        """The decoded answer: JSON where the server says so, else text. Anything but 2xx raises `SGLangError`."""
+        url = self.url + path
+        for attempt in range(1, retries + 2):
+            try:
+                async with self._open_session().request(
+                    method, url, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+                ) as response:
+                    text = await response.text()
+                    if response.ok:
+                        return await response.json() if response.content_type == "application/json" else text
+                    failure = SGLangError(url, response.status, text, attempt)
+                    if response.status < 500:
+                        raise failure
+            except TimeoutError as error:
+                raise SGLangError(url, None, f"nothing within {timeout:g} s (timeout)", attempt) from error
+            except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+                failure = SGLangError(url, None, f"{type(error).__name__}: {error}", attempt)
+            if attempt <= retries:
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+        raise failure
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # auto_decompress and the rest stay at their defaults; limit=0 lifts the cap of 100 connections.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            self._loop = asyncio.get_running_loop()
+        assert self._loop is asyncio.get_running_loop(), "this client's session belongs to another event loop: close() it"
+        return self._session

@@ -1,0 +1,50 @@
+"""`python -m miles.backends.sglang_utils.cpu_server ...`: `sglang.launch_server` on a CPU, honouring `sampling_seed`.
+
+SGLang draws by a request's own seed only in deterministic mode, whose attention backends, matrix kernels and hash need a
+GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends on
+its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
+
+The hooks are registered on import because SGLang's scheduler is a spawned process, which imports the main module again.
+"""
+
+import runpy
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
+MASK_32 = 0xFFFFFFFF
+
+
+def _keep_seeds(info, cls, batch, vocab_size):
+    """After SamplingBatchInfo.from_schedule_batch: the seed of each request, int64 [requests]."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    info.sampling_seed = torch.tensor([SEED_IF_NONE_GIVEN if seed is None else seed for seed in seeds])
+
+
+def draw(log_probs_RV: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
+    """One token id a row, [R, 1]: the arg max of log-probability plus Gumbel noise hashed from (seed, position, id)."""
+    row_R = _mix(_mix(_mix(seed_R & MASK_32) ^ (seed_R >> 32 & MASK_32)) ^ position_R)
+    second_R = _mix(row_R ^ 0x5BD1E995)
+    column_V = _mix(torch.arange(log_probs_RV.shape[1]) + 1)
+    hash_RV = _mix(_mix(row_R[:, None] ^ column_V) ^ second_R[:, None])
+    uniform_RV = (hash_RV.double() + 0.5) / 2**32
+    return (log_probs_RV.double() - (-uniform_RV.log()).log()).argmax(dim=1, keepdim=True)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of MurmurHash3 (https://github.com/aappleby/smhasher), on 32-bit numbers held as int64."""
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B & MASK_32
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35 & MASK_32
+    return x ^ (x >> 16)
+
+
+HookRegistry.register(
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, HookType.AFTER
+)
+HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, HookType.REPLACE)
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")

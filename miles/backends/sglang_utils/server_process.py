@@ -1,0 +1,155 @@
+"""One server process: its log file, a bounded wait for health, and its end together with everything it started."""
+
+import contextlib
+import http.client
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from miles.backends.sglang_utils import die_with_parent
+
+LOG_TAIL_LINES = 30
+POLL_SECONDS = 0.2
+
+
+class ServerDied(RuntimeError):
+    """The server isn't running (any more); the message holds the tail of its log."""
+
+
+class ServerProcess:
+    """A server in a session (and process group) of its own, killed by the kernel if the thread that started it ends.
+
+    Args:
+        command: program and arguments; the program as an absolute path.
+        environment: the whole environment of the server.
+        log_path: file for its stdout and stderr, overwritten; the first line is the command.
+        health_url: answers 200 once the server can work.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], log_path: Path, health_url: str) -> None:
+        self.command = command
+        self.environment = environment
+        self.log_path = log_path
+        self.health_url = health_url
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its session and process group."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        assert self._process is None, "the server was started before"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("w") as log:
+            log.write(shlex.join(self.command) + "\n")
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, die_with_parent.__file__, str(os.getpid()), *self.command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raise `ServerDied` if the process has ended."""
+        if self._process is None:
+            raise ServerDied(f"the server of {self.log_path} was not started")
+        code = self._process.poll()
+        if code is not None:
+            raise ServerDied(f"the server (pid {self.pid}) {_how_it_ended(code)}.\n{self._log_report()}")
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Wait until the server answers on its health URL.
+
+        Raises:
+            ServerDied: it ended instead.
+            TimeoutError: no answer within `timeout` seconds. The process is left running: call `terminate`.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.check()
+            if self._answers():
+                return
+            time.sleep(POLL_SECONDS)
+        raise TimeoutError(
+            f"the server (pid {self.pid}) was not healthy within {timeout:g} s (--rollout-engine-start-timeout).\n"
+            f"{self._log_report()}"
+        )
+
+    def terminate(self, grace: float = 1.0) -> None:
+        """End the process and all it started; does nothing if none is left.
+
+        SIGTERM to the group; after `grace` seconds SIGKILL to the leader, whose end ends SGLang's workers and lets
+        Python's resource tracker unlink their semaphores; then SIGKILL to the group. The grace is short because SGLang,
+        told to end, drains its requests for many seconds; nothing of it is worth saving.
+
+        Raises:
+            RuntimeError: a process survived SIGKILL for 10 seconds.
+        """
+        if self._process is None:
+            return
+        self._signal_group(signal.SIGTERM)
+        if self._gone_within(grace):
+            return
+        self._process.kill()
+        if self._gone_within(2.0):
+            return
+        self._signal_group(signal.SIGKILL)
+        if not self._gone_within(10.0):
+            raise RuntimeError(f"processes {group_members(self.pid)} of the server (pid {self.pid}) survived SIGKILL")
+
+    def _signal_group(self, sig: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, sig)
+
+    def _gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while group_members(self.pid):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        self._process.wait()  # reaps the leader
+        return True
+
+    def _answers(self) -> bool:
+        parts = urlsplit(self.health_url)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=5)
+        try:
+            connection.request("GET", parts.path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _log_report(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return f"Last lines of {self.log_path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def group_members(group_id: int) -> list[int]:
+    """Ids of the living processes of a process group (a zombie is not living: it holds nothing)."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group_id and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,117 @@
+"""The command line: which flags were given, with which values. Types are the configuration's business."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles.config.names import flag_of, nearest, negation_of
+from miles.config.run_config import RunConfig
+from miles.config.section import field_kind
+
+KINDS = {name: field_kind(info) for name, info in RunConfig.model_fields.items() if name != "sglang"}
+SWITCHES = {flag_of(name): (name, True) for name, kind in KINDS.items() if kind == "bool"} | {
+    negation_of(name): (name, False) for name, kind in KINDS.items() if kind == "bool"
+}
+VALUED = {flag_of(name): name for name, kind in KINDS.items() if kind != "bool"}
+OWN_FLAGS = ("--config", "--print-config", "--help")
+KNOWN_FLAGS = (*SWITCHES, *VALUED, *OWN_FLAGS)
+
+
+@dataclass
+class CommandLine:
+    """What was written on the command line, before any type is looked at.
+
+    `values` maps field names to a text, a list of texts, a bool or an object; `sglang` maps the names of server
+    arguments to the texts after them, or to True and False where none followed.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, list[str] | bool] = field(default_factory=dict)
+    config_file: str | None = None
+    print_config: bool = False
+    help: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def read_command_line(argv: list[str]) -> CommandLine:
+    """Read `argv` without the program's name. A flag is `--name`; values follow it, or stand behind `=`."""
+    line = CommandLine()
+    seen: set[str] = set()
+    for flag, values in _flags_with_values(argv, line.problems):
+        switch, on = SWITCHES.get(flag, (flag, True))
+        identity = flag_of(switch) if flag in SWITCHES else flag.replace("--no-sglang-", "--sglang-")
+        if identity in seen:
+            line.problems.append(f"{flag} is given more than once, or with its opposite; keep one")
+            continue
+        seen.add(identity)
+        try:
+            _take(line, flag, values)
+        except ValueError as error:
+            line.problems.append(str(error))
+    return line
+
+
+def _flags_with_values(argv: list[str], problems: list[str]) -> Iterator[tuple[str, list[str]]]:
+    words = ["--help" if word == "-h" else word for word in argv]
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    stray = words[: starts[0]] if starts else words
+    if stray:
+        problems.append(f"{' '.join(stray)} stands before the first flag; values belong behind a --flag")
+    for start, end in itertools.pairwise([*starts, len(words)]):
+        flag, equals, value = words[start].partition("=")
+        yield flag, ([value] if equals else []) + words[start + 1 : end]
+
+
+def _take(line: CommandLine, flag: str, values: list[str]) -> None:
+    if flag == "--help":
+        line.help = True
+    elif flag in SWITCHES:
+        name, on = SWITCHES[flag]
+        if values:
+            given = " ".join(values)
+            raise ValueError(f"{flag} takes no value, got {given}; write {flag_of(name)} or {negation_of(name)}")
+        line.values[name] = on
+    elif flag == "--print-config":
+        if values:
+            raise ValueError(f"{flag} takes no value, got {' '.join(values)}")
+        line.print_config = True
+    elif flag == "--config":
+        line.config_file = _only(flag, values)
+    elif flag in VALUED:
+        line.values[VALUED[flag]] = _read_values(flag, KINDS[VALUED[flag]], values)
+    elif flag.startswith("--sglang-"):
+        line.sglang[flag.removeprefix("--sglang-").replace("-", "_")] = values or True
+    elif flag.startswith("--no-sglang-"):
+        if values:
+            raise ValueError(f"{flag} takes no value, got {' '.join(values)}")
+        line.sglang[flag.removeprefix("--no-sglang-").replace("-", "_")] = False
+    else:
+        raise ValueError(f"{flag} is unknown{nearest(flag, KNOWN_FLAGS)}")
+
+
+def _only(flag: str, values: list[str]) -> str:
+    if len(values) != 1:
+        raise ValueError(f"{flag} takes one value, got {len(values)}{': ' if values else ''}{' '.join(values)}")
+    return values[0]
+
+
+def _read_values(flag: str, kind: str, values: list[str]) -> Any:
+    if kind == "list":
+        if not values:
+            raise ValueError(f"{flag} takes one or more values, got none")
+        return values
+    text = _only(flag, values)
+    return read_json_object(flag, text) if kind == "dict" else text
+
+
+def read_json_object(where: str, text: str) -> dict[str, Any]:
+    """The object that `text` holds as JSON; ValueError names `where` it was written."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} takes a JSON object, got {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{where} takes a JSON object such as {{"key": 1}}, got {text!r}')
+    return value

@@ -1,0 +1,145 @@
+"""Values that follow from others. Each has a reason, which `--print-config` shows."""
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from miles.config.values import Undetermined, Values
+
+Derived = tuple[str, Any, str]
+_DERIVATIONS: list[tuple[tuple[str, ...], Callable[[Values], Iterator[Derived]]]] = []
+
+
+def _derives(*names: str):
+    def register(function: Callable[[Values], Iterator[Derived]]):
+        _DERIVATIONS.append((names, function))
+        return function
+
+    return register
+
+
+def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values with all that follows from them, and the reason for each that is new or replaced.
+
+    `known` lacks what was given wrongly; what would follow from it is then taken out too.
+    """
+    values, reasons = dict(known), {}
+    if values.get("run_dir", "") is None:
+        values["run_dir"] = f"runs/{now:%Y-%m-%d_%H-%M-%S}"
+        reasons["run_dir"] = "the time of the start"
+    for names, function in _DERIVATIONS:
+        try:
+            found = list(function(Values(values)))
+        except Undetermined:
+            for name in names:
+                if name in values and values[name] is None:
+                    del values[name]
+            continue
+        for name, value, reason in found:
+            assert name in names, f"{function.__name__} derives {name} without declaring it"
+            values[name], reasons[name] = value, reason
+    return values, reasons
+
+
+@_derives("bf16")
+def _precision(v: Values) -> Iterator[Derived]:
+    if v.bf16 is None:
+        yield "bf16", v.device == "cuda", f"--device {v.device}"
+
+
+def _lone_side(v: Values) -> str | None:
+    if not v.needs_engines:
+        return "no engine runs with " + ("--debug-train-only" if v.debug_train_only else "--loss-type sft_loss")
+    return None if v.needs_trainer else "no trainer runs with --debug-rollout-only"
+
+
+@_derives("rollout_num_gpus")
+def _rollout_gpus(v: Values) -> Iterator[Derived]:
+    if not v.needs_engines:
+        if v.rollout_num_gpus != 0:
+            yield "rollout_num_gpus", 0, _lone_side(v)
+    elif v.colocate and v.rollout_num_gpus is None:
+        yield "rollout_num_gpus", v.world_size, "--colocate: the engines use the trainer's GPUs"
+
+
+@_derives("colocate")
+def _nobody_to_share_with(v: Values) -> Iterator[Derived]:
+    if v.colocate and _lone_side(v):
+        yield "colocate", False, _lone_side(v)
+
+
+@_derives("offload_train", "offload_rollout")
+def _offload(v: Values) -> Iterator[Derived]:
+    for name in ("offload_train", "offload_rollout"):
+        given = getattr(v, name)
+        if _lone_side(v):
+            if given is not False:
+                yield name, False, _lone_side(v)
+        elif given is None:
+            if v.offload:
+                yield name, True, "--offload"
+            elif v.colocate:
+                yield name, True, "--colocate"
+            else:
+                yield name, False, "neither --colocate nor --offload is given"
+
+
+@_derives("global_batch_size", "num_steps_per_rollout")
+def _steps(v: Values) -> Iterator[Derived]:
+    if v.global_batch_size is None:
+        steps = v.num_steps_per_rollout
+        if steps is None:
+            yield "global_batch_size", v.samples_per_rollout, "one optimizer step per rollout"
+            yield "num_steps_per_rollout", 1, "--global-batch-size is a whole rollout"
+        else:
+            size = max(1, v.samples_per_rollout // steps)
+            yield "global_batch_size", size, f"{v.samples_per_rollout} samples in {steps} steps"
+    elif v.num_steps_per_rollout is None and v.samples_per_rollout % v.global_batch_size == 0:
+        yield (
+            "num_steps_per_rollout",
+            v.steps_per_rollout,
+            f"{v.samples_per_rollout} samples in steps of {v.global_batch_size}",
+        )
+
+
+@_derives("lr_decay_iters")
+def _decay(v: Values) -> Iterator[Derived]:
+    if v.lr_decay_iters is None and v.num_rollout is not None and v.steps_per_rollout > 0:
+        steps = v.num_rollout * v.steps_per_rollout
+        if steps > v.lr_warmup_iters:
+            yield "lr_decay_iters", steps, f"{v.num_rollout} rollouts of {v.steps_per_rollout} steps"
+        else:
+            yield "lr_decay_iters", v.lr_warmup_iters + 1, f"the run's {steps} steps end within the warm-up"
+
+
+@_derives("eps_clip_high")
+def _clip(v: Values) -> Iterator[Derived]:
+    if v.eps_clip_high is None:
+        yield "eps_clip_high", v.eps_clip, "--eps-clip"
+
+
+@_derives("ref_load")
+def _reference(v: Values) -> Iterator[Derived]:
+    if v.use_kl_loss and v.ref_load is None:
+        yield "ref_load", v.hf_checkpoint, "--use-kl-loss: the reference is --hf-checkpoint"
+
+
+@_derives("rollout_max_prompt_len")
+def _prompt_length(v: Values) -> Iterator[Derived]:
+    if v.rollout_max_prompt_len is None and v.rollout_max_context_len is not None:
+        yield "rollout_max_prompt_len", v.rollout_max_context_len - 1, "one token less than --rollout-max-context-len"
+
+
+def _falls_back(name: str, source: str) -> None:
+    @_derives(name)
+    def fall_back(v: Values) -> Iterator[Derived]:
+        if getattr(v, name) is None and getattr(v, source) is not None:
+            yield name, getattr(v, source), "--" + source.replace("_", "-")
+
+
+_falls_back("eval_temperature", "rollout_temperature")
+_falls_back("eval_top_p", "rollout_top_p")
+_falls_back("eval_top_k", "rollout_top_k")
+_falls_back("eval_max_response_len", "rollout_max_response_len")
+_falls_back("eval_input_key", "input_key")
+_falls_back("eval_label_key", "label_key")

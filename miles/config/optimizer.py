@@ -1,0 +1,27 @@
+"""Adam and its schedule."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from miles.config.section import Section
+
+
+class OptimizerConfig(Section):
+    title: ClassVar[str] = "Optimizer"
+
+    lr: float = Field(1e-6, ge=0, description="Learning rate after the warm-up.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay.")
+    lr_decay_iters: int | None = Field(
+        None, gt=0, description="Optimizer steps until the decay ends. Unset: all steps of the run."
+    )
+    lr_warmup_iters: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up from 0.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's first moment.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's second moment.")
+    adam_eps: float = Field(1e-8, gt=0, description="Term that keeps Adam's denominator from zero.")
+    clip_grad: float = Field(1.0, ge=0, description="Bound of the gradient's norm; 0: none.")
+    use_distributed_optimizer: bool = Field(
+        True, description="Split master weights and moments over the data-parallel ranks."
+    )

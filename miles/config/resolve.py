@@ -1,0 +1,90 @@
+"""From the command line to a checked configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from miles.config.command_line import CommandLine, read_command_line
+from miles.config.derive import derive
+from miles.config.names import flag_of
+from miles.config.run_config import RunConfig
+from miles.config.section import Section
+from miles.config.sglang_args import check_sglang
+from miles.config.validate import validate, warn
+from miles.config.values import Values
+from miles.config.yaml_file import read_yaml
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; `problems` has one sentence for each thing to change."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1)))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, where each value came from (SGLang's as `sglang_NAME`), and what is odd about it."""
+
+    config: RunConfig
+    provenance: dict[str, str]
+    warnings: list[str]
+
+
+def resolve(argv: list[str]) -> Resolved:
+    """The configuration that `argv` (without the program's name) describes.
+
+    Raises ConfigError with every problem of the command line, the YAML file, the types and the checks together.
+    """
+    return resolve_command_line(read_command_line(argv))
+
+
+def resolve_command_line(line: CommandLine) -> Resolved:
+    """`resolve`, of a command line that has been read."""
+    problems = list(line.problems)
+    file_values, file_sglang, file_problems = read_yaml(line.config_file) if line.config_file else ({}, {}, [])
+    problems += file_problems
+
+    in_file = f"YAML ({line.config_file})"
+    origins = {name: in_file for name in file_values} | {name: "command line" for name in line.values}
+    sglang, sglang_origins, sglang_problems = check_sglang([(in_file, file_sglang), ("command line", line.sglang)])
+    problems += sglang_problems
+
+    known, type_problems = _convert(file_values | line.values, origins)
+    problems += type_problems
+    values, reasons = derive(known | {"sglang": sglang}, datetime.now())
+    problems += validate(Values(values))
+    if problems:
+        raise ConfigError(problems)
+
+    provenance = {name: "default" for name in values if name != "sglang"} | origins
+    provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
+    provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
+    return Resolved(RunConfig(**values), provenance, list(warn(Values(values))))
+
+
+def _convert(raw: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """All fields with their types, without those that were given wrongly or are missing, and what is wrong."""
+    try:
+        return dict(RunConfig(**raw)), []
+    except ValidationError as error:
+        problems = {}
+        for detail in error.errors():
+            problems.setdefault(str(detail["loc"][0]), _explain(detail, origins))
+    sound = {name: info for name, info in RunConfig.model_fields.items() if name not in problems}
+    partial = create_model("Partial", __base__=Section, **{name: (f.annotation, f) for name, f in sound.items()})
+    return dict(partial(**{name: raw[name] for name in raw if name in sound})), list(problems.values())
+
+
+def _explain(detail: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    name, *path = detail["loc"]
+    if detail["type"] == "missing":
+        return f"{flag_of(name)} is required: {RunConfig.model_fields[name].description}"
+    place = "".join(f"[{step}]" for step in path)
+    where = flag_of(name) if origins[name] == "command line" else f"{origins[name]}: {name}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where}{place} is {detail['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,42 @@
+"""Generation: sampling parameters, engine limits and the weight sync."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from miles.config.section import Section
+
+
+class RolloutConfig(Section):
+    title: ClassVar[str] = "Rollout and weight sync"
+
+    rollout_temperature: float = Field(
+        1.0, ge=0, description="Sampling temperature; the trainer divides its logits by it too."
+    )
+    rollout_top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: the share of probability kept.")
+    rollout_top_k: int = Field(-1, ge=-1, description="Sample among this many likeliest tokens; -1: among all.")
+    rollout_max_context_len: int | None = Field(
+        None, gt=1, description="Most tokens of prompt and response together. Unset: no limit but the model's."
+    )
+    rollout_max_response_len: int | None = Field(
+        None, gt=0, description="Most tokens of a response. Required where engines run."
+    )
+    rollout_stop: list[str] | None = Field(None, description="Texts that end a response.")
+    rollout_stop_token_ids: list[int] | None = Field(None, description="Token ids that end a response.")
+    rollout_skip_special_tokens: bool = Field(False, description="Leave special tokens out of the response's text.")
+    sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
+    rollout_engine_start_timeout: float = Field(
+        600.0, gt=0, description="Seconds that an engine may take until it answers its first health check."
+    )
+    rollout_request_timeout: float = Field(1800.0, gt=0, description="Seconds that one generation request may take.")
+    rollout_request_retries: int = Field(
+        3, ge=0, description="Times that a request is sent again after the connection failed."
+    )
+    update_weight_buffer_size: int = Field(
+        512 * 1024**2, gt=0, description="Bytes of one bucket of the weight sync."
+    )
+    max_logprob_abs_diff: float = Field(
+        0.05,
+        gt=0,
+        description="Bound of the mean |trainer - engine| log-probability after the first sync; above it, stop.",
+    )

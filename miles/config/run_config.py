@@ -1,0 +1,55 @@
+"""The whole configuration of a run."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from miles.config.algorithm import AlgorithmConfig
+from miles.config.checkpoint import CheckpointConfig
+from miles.config.cluster import ClusterConfig
+from miles.config.data import DataConfig
+from miles.config.evaluation import EvaluationConfig
+from miles.config.layout import Layout
+from miles.config.model import ModelConfig
+from miles.config.offload import OffloadConfig
+from miles.config.optimizer import OptimizerConfig
+from miles.config.reward import RewardConfig
+from miles.config.rollout import RolloutConfig
+from miles.config.section import Section
+from miles.config.tracking import TrackingConfig
+
+
+class SglangConfig(Section):
+    title: ClassVar[str] = "SGLang"
+
+    sglang: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the SGLang server: write --sglang-NAME VALUE for its --NAME, any number of times.",
+    )
+
+
+class RunConfig(
+    SglangConfig,
+    TrackingConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    AlgorithmConfig,
+    RewardConfig,
+    RolloutConfig,
+    DataConfig,
+    ModelConfig,
+    OffloadConfig,
+    ClusterConfig,
+    Layout,
+):
+    """Everything a run can be told, in one flat frozen object; `model_copy(update=...)` makes a changed one.
+
+    Built by `miles.utils.arguments.parse_args`, which also derives what was left unset and checks the whole.
+    """
+
+
+# Pydantic collects fields from the last base class to the first; people read them in that order.
+SECTIONS: tuple[type[Section], ...] = tuple(
+    base for base in reversed(RunConfig.__bases__) if issubclass(base, Section)
+)

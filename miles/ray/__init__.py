@@ -1,0 +1,1 @@
+"""Ray actors and their placement."""

@@ -1,0 +1,45 @@
+"""When a run is saved, and where it starts again."""
+
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from miles.config import RunConfig
+from miles.ray.train.group import TrainGroup
+from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, write_marker
+
+
+class Checkpointer:
+    """Saves trainer and data position every --save-interval rollouts and after the last, exports --save-hf with them.
+
+    Args:
+        config: the run's configuration, with num_rollout set.
+        rollout: handle of the RolloutManager.
+        trainer: the trainer's ranks.
+    """
+
+    def __init__(self, config: RunConfig, rollout: ActorHandle, trainer: TrainGroup):
+        self.config = config
+        self.rollout = rollout
+        self.trainer = trainer
+
+    async def resume(self) -> int:
+        """The first rollout of this run. With --load, the data continues where that checkpoint left it."""
+        start = await self.trainer.start_rollout_id()
+        found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
+        if found is not None:
+            await self.rollout.load.remote(found[1])
+        return start
+
+    async def save_if_due(self, rollout_id: int) -> None:
+        """Save after `rollout_id` if it is due. The marker is written last: a checkpoint it names is whole."""
+        interval, last = self.config.save_interval, rollout_id + 1 == self.config.num_rollout
+        if not last and (interval is None or (rollout_id + 1) % interval):
+            return
+        if self.config.save is not None:
+            root = Path(self.config.save).absolute()
+            await self.trainer.save(rollout_id)
+            await self.rollout.save.remote(checkpoint_folder(root, rollout_id))
+            write_marker(root, rollout_id)
+        if self.config.save_hf is not None:
+            await self.trainer.export_hf(rollout_id)

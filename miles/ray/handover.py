@@ -1,0 +1,45 @@
+"""The hand-over between the trainer and the engines: the new weights, in lockstep, with a version each."""
+
+from ray.actor import ActorHandle
+
+from miles.config import RunConfig
+from miles.ray.train.group import TrainGroup
+from miles.weight_sync.updater import EngineTarget
+
+
+class Handover:
+    """Brings the trainer's weights into the engines; does nothing where one side is missing.
+
+    Args:
+        config: the run's configuration.
+        rollout: handle of the RolloutManager.
+        trainer: the trainer's ranks.
+    """
+
+    def __init__(self, config: RunConfig, rollout: ActorHandle, trainer: TrainGroup):
+        self.config = config
+        self.rollout = rollout
+        self.trainer = trainer
+        self.active = config.needs_engines and config.needs_trainer
+        self.version = 0
+
+    async def initial_sync(self) -> None:
+        """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint."""
+        if self.active:
+            urls = await self.rollout.engine_urls.remote()
+            await self.trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
+            await self.to_rollout()
+
+    async def to_rollout(self) -> dict[str, float]:
+        """Send the weights as the next version; returns perf/update_weights_* metrics."""
+        if not self.active:
+            return {}
+        self.version += 1
+        return await self.trainer.update_weights(self.version)
+
+    def _target(self, engine: int, url: str) -> EngineTarget:
+        """A colocated engine reads the memory of the trainer ranks on its own bundles; on a CPU any rank's will do."""
+        size = self.config.rollout_num_gpus_per_engine
+        bundles = range(engine * size, (engine + 1) * size)
+        shared = self.config.colocate and bundles[-1] < self.config.world_size
+        return EngineTarget(url, size, list(bundles) if shared else [0] * size)

@@ -1,0 +1,1 @@
+"""The Ray actor that owns the engines and turns prompts into training data."""

@@ -1,0 +1,216 @@
+"""RolloutManager: the Ray actor between prompts and training batches."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from transformers import AutoTokenizer
+
+from miles.backends.sglang_utils.client import SGLangClient
+from miles.config import RunConfig
+from miles.rewards import RewardCounts, compute_rewards, load_reward
+from miles.rollout.data_source import RolloutDataSource
+from miles.rollout.evaluate import EvaluationSets
+from miles.rollout.generate import GroupGenerator, Sampling
+from miles.rollout.metrics import eval_metrics, rollout_metrics
+from miles.rollout.progress import Progress
+from miles.rollout.sft_rollout import sft_samples
+from miles.training.advantages import counted_rewards, normalize_group_rewards
+from miles.training.batch import TrainBatch
+from miles.training.schedule import plan_rollout, shard
+from miles.utils.types import Sample
+
+DATA_STATE_FILE = "data_source.json"
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """One rollout: a reference to the `TrainShard` of each data-parallel rank, and the metrics."""
+
+    shards: list[ray.ObjectRef]
+    metrics: dict[str, float]
+
+
+class RolloutManager:
+    """Reads prompts, has the engines answer them, scores the answers and cuts them into shards for the trainer.
+
+    An asyncio actor. The constructor reads tokenizer, prompts and reward, so that bad input is refused before an engine
+    starts; `start()` starts the engines.
+
+    Args:
+        config: the run's configuration.
+        engines: handles of `SGLangEngine` actors, not started; empty where the run needs none.
+    """
+
+    def __init__(self, config: RunConfig, engines: list[ActorHandle]) -> None:
+        self._config = config
+        self._engines = engines
+        self._urls: list[str] = []
+        self._clients: list[SGLangClient] = []
+        self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
+        self._data = RolloutDataSource(config, self._tokenizer)
+        self._evaluation_sets = EvaluationSets(config, self._tokenizer)
+        if config.needs_engines:
+            load_reward(config)
+        self._generator: GroupGenerator | None = None
+
+    async def start(self) -> None:
+        """Start all engines and wait until they are healthy. If one fails, all are ended and its error is raised."""
+        try:
+            self._urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
+        except Exception:
+            for engine in self._engines:
+                ray.kill(engine)  # others may still be starting; a server ends with its actor
+            raise
+        self._clients = [
+            SGLangClient(
+                url,
+                request_timeout=self._config.rollout_request_timeout,
+                retries=self._config.rollout_request_retries,
+            )
+            for url in self._urls
+        ]
+        if self._clients:
+            self._generator = GroupGenerator(self._config, self._clients, self._tokenizer, self.check_engines)
+
+    async def engine_urls(self) -> list[str]:
+        """URL of each engine's server, by engine rank."""
+        return self._urls
+
+    async def check_engines(self) -> None:
+        """Raise, with the tail of its log, if an engine has died."""
+        await asyncio.gather(*(engine.check.remote() for engine in self._engines))
+
+    async def resolved_config(self) -> RunConfig:
+        """The configuration with `num_rollout` set, which `--num-epoch` leaves open until the prompts are counted."""
+        config = self._config
+        if config.num_rollout is not None:
+            return config
+        prompts = config.num_epoch * len(self._data)
+        num_rollout = prompts // config.rollout_batch_size
+        if num_rollout == 0:
+            raise ValueError(
+                f"--num-epoch {config.num_epoch} of --prompt-data {config.prompt_data} is {prompts} prompts, fewer than one "
+                f"rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or give --num-rollout instead"
+            )
+        steps = max(num_rollout * config.steps_per_rollout, config.lr_warmup_iters + 1)
+        decay = steps if config.lr_decay_iters is None else config.lr_decay_iters
+        return config.model_copy(update={"num_rollout": num_rollout, "lr_decay_iters": decay})
+
+    async def generate(self, rollout_id: int) -> RolloutResult:
+        """Make the training data of one rollout."""
+        start = time.monotonic()
+        groups = self._data.get_samples(self._config.rollout_batch_size)
+        metrics = {}
+        if self._generator is None:
+            sft_samples(groups, self._tokenizer)
+        else:
+            errors = await self._sample_and_reward(groups, Sampling.for_rollout(self._config), f"Rollout {rollout_id}")
+            metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
+        seconds = time.monotonic() - start
+
+        samples = [sample for group in groups for sample in group]
+        _check_complete(samples, self._config.samples_per_rollout)
+        rewards = self._training_rewards(samples)
+        metrics |= rollout_metrics(samples, rewards)
+        metrics["perf/rollout_time"] = seconds
+        if self._generator is not None:
+            new_tokens = sum(sample.response_length for sample in samples)
+            metrics["perf/tokens_per_gpu_per_sec"] = new_tokens / seconds / self._config.rollout_num_gpus
+        return RolloutResult(self._shards(TrainBatch.from_samples(samples, rewards)), metrics)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Sample and score every set of `--eval-prompt-data`; returns `eval/*` metrics."""
+        metrics = {}
+        for name, groups in self._evaluation_sets.groups().items():
+            sampling = Sampling.for_eval(self._config, name)
+            await self._sample_and_reward(groups, sampling, f"Evaluation {name} after rollout {rollout_id}")
+            metrics |= eval_metrics(name, [sample for group in groups for sample in group])
+        return metrics
+
+    async def save(self, folder: Path) -> None:
+        """Write the position in the prompts into `folder`."""
+        (Path(folder) / DATA_STATE_FILE).write_text(json.dumps(self._data.state_dict()))
+
+    async def load(self, folder: Path) -> None:
+        """Go to the position that `save` wrote into `folder`.
+
+        Raises:
+            ValueError: the prompts are not those of the saved run.
+        """
+        self._data.load_state_dict(json.loads((Path(folder) / DATA_STATE_FILE).read_text()))
+
+    async def dispose(self) -> None:
+        """Close connections and end the engines' servers. A second call does nothing."""
+        for client in self._clients:
+            await client.close()
+        await asyncio.gather(*(engine.shutdown.remote() for engine in self._engines))
+
+    async def _sample_and_reward(self, groups: list[list[Sample]], sampling: Sampling, description: str) -> int:
+        """Complete all samples and set their rewards, each group's as soon as it is complete; returns failed rewards."""
+        progress = Progress(description, sum(map(len, groups)))
+        # The bound on failed rewards holds for all samples together, which only the sum over the groups can tell.
+        unbounded = self._config.model_copy(update={"max_reward_error_fraction": 1.0})
+        counts = []
+
+        async def finish(group: list[Sample]) -> None:
+            counts.append(await compute_rewards(unbounded, group))
+            progress.update(len(group))
+
+        try:
+            await self._generator.run(groups, sampling, finish)
+        finally:
+            progress.close()
+        _check_rewards(counts, self._config.max_reward_error_fraction)
+        return sum(count.errors for count in counts)
+
+    def _training_rewards(self, samples: list[Sample]) -> list[float] | None:
+        """What each sample's tokens are trained with; None where nothing is rewarded."""
+        if self._generator is None:
+            return None
+        raw = counted_rewards(samples)
+        if self._config.disable_rewards_normalization:
+            return [0.0 if reward is None else reward for reward in raw]
+        groups = [sample.group_index for sample in samples]
+        return normalize_group_rewards(raw, groups, std=not self._config.disable_grpo_std_normalization).tolist()
+
+    def _shards(self, batch: TrainBatch) -> list[ray.ObjectRef]:
+        config = self._config
+        if not config.needs_trainer:
+            return []
+        plan = plan_rollout(
+            batch,
+            global_batch_size=config.global_batch_size,
+            dp_size=config.data_parallel_size,
+            micro_batch_size=config.micro_batch_size,
+            max_tokens=config.max_tokens_per_gpu,
+            per_token_loss=config.calculate_per_token_loss,
+        )
+        return [ray.put(shard(batch, plan, rank)) for rank in range(config.data_parallel_size)]
+
+
+def _check_rewards(counts: list[RewardCounts], bound: float) -> None:
+    """Raise if more than the share `bound` of all rewards failed."""
+    errors, samples = sum(count.errors for count in counts), sum(count.samples for count in counts)
+    if errors > bound * samples:
+        first = next(count.first_error for count in counts if count.errors)
+        raise RuntimeError(
+            f"the reward failed for {errors} of {samples} samples; --max-reward-error-fraction allows {bound:g}. "
+            f"The first: {first}"
+        )
+
+
+def _check_complete(samples: list[Sample], asked: int) -> None:
+    """Raise unless exactly the samples that were asked for have come back whole."""
+    indices = [sample.index for sample in samples]
+    if len(samples) != asked or len(set(indices)) != asked:
+        raise RuntimeError(f"asked for {asked} samples, got {len(samples)} with {len(set(indices))} different indices")
+    done = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+    unfinished = {sample.index: sample.status.value for sample in samples if sample.status not in done}
+    if unfinished:
+        raise RuntimeError(f"{len(unfinished)} of {asked} samples are not finished: {dict(list(unfinished.items())[:10])}")
+    assert indices == sorted(indices), "samples must stay in the order of their indices"

@@ -1,0 +1,89 @@
+"""TrainGroup: the trainer's ranks as one object, with one async call per verb."""
+
+import asyncio
+
+import ray
+
+from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+from miles.config import RunConfig
+from miles.weight_sync.updater import EngineTarget
+
+
+class TrainGroup:
+    """Fans each call out to every rank and returns when all ranks are done.
+
+    Args:
+        config: the run's configuration.
+        rank_options: Ray options of every rank, in rank order (see Placement.options).
+    """
+
+    def __init__(self, config: RunConfig, rank_options: list[dict]):
+        self.config = config
+        # A worker process of its own, so that Megatron's environment is set before torch is imported.
+        environment = {"env_vars": _environment(config)}
+        self.ranks = [
+            ray.remote(MegatronTrainRayActor)
+            .options(**options, runtime_env=environment)
+            .remote(config, rank, len(rank_options))
+            for rank, options in enumerate(rank_options)
+        ]
+
+    async def _all(self, method: str, *args, per_rank: list | None = None) -> list:
+        calls = [
+            getattr(actor, method).remote(*args, *(() if per_rank is None else (per_rank[rank],)))
+            for rank, actor in enumerate(self.ranks)
+        ]
+        return await asyncio.gather(*calls)
+
+    async def init(self) -> None:
+        """Build process groups and model on every rank and load the weights."""
+        address = await self.ranks[0].master_address.remote()
+        await self._all("init", address)
+
+    async def start_rollout_id(self) -> int:
+        """The first rollout to train: the one after the loaded checkpoint's, else 0."""
+        ids = set(await self._all("start_rollout_id"))
+        assert len(ids) == 1, f"ranks loaded different checkpoints: {ids}"
+        return ids.pop()
+
+    async def connect(self, engines: list[EngineTarget]) -> None:
+        """Tell the ranks which engines get their weights."""
+        await self._all("connect", engines)
+
+    async def update_weights(self, version: int) -> dict[str, float]:
+        """Send the weights to every engine; returns perf metrics."""
+        return _merged(await self._all("update_weights", version))
+
+    async def train(self, rollout_id: int, shards: list[ray.ObjectRef]) -> dict[str, float]:
+        """Train on one rollout; `shards` holds one object reference a data-parallel rank. Returns train/* metrics."""
+        ranks_of_shard = self.config.tensor_model_parallel_size
+        dp_size = self.config.data_parallel_size
+        assert len(shards) == dp_size, f"{len(shards)} shards for {dp_size} data-parallel ranks"
+        # Megatron's rank order is tensor, then data, then pipeline.
+        per_rank = [shards[rank // ranks_of_shard % dp_size] for rank in range(len(self.ranks))]
+        return _merged(await self._all("train", rollout_id, per_rank=per_rank))
+
+    async def save(self, rollout_id: int) -> None:
+        """Write this rank's part of the checkpoint of `rollout_id` (the marker is the caller's)."""
+        await self._all("save", rollout_id)
+
+    async def export_hf(self, rollout_id: int) -> None:
+        """Write the weights as a Hugging Face checkpoint under --save-hf."""
+        await self._all("export_hf", rollout_id)
+
+
+def _merged(results: list[dict[str, float]]) -> dict[str, float]:
+    """Ranks report disjoint metrics; most report none."""
+    merged = {}
+    for result in results:
+        assert not merged.keys() & result.keys(), f"two ranks report {merged.keys() & result.keys()}"
+        merged.update(result)
+    return merged
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    if config.device == "cuda":
+        # Megatron needs it for overlapping communication with computation on one queue.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # Compiling costs minutes on a laptop and buys nothing for small tensors.
+    return {"TORCH_COMPILE_DISABLE": "1"}

@@ -1,0 +1,1 @@
+"""Where samples come from: prompt files, the position in them, and generation."""

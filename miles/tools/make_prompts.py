@@ -1,0 +1,111 @@
+"""Writes prompts of a task as jsonl: {"input": ..., "label": ..., "metadata": {"task": ...}} a line, all distinct.
+
+Tasks: `reverse` (reverse a string of 3 to 6 digits), `addition` (of two two-digit numbers) and `rg:NAME`, any data set
+of the package reasoning-gym, such as rg:chain_sum; its label is the data set's own answer, so choose one with a single
+right answer. For held-out prompts name the training file with --exclude.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from miles.rollout.prompt_file import BadRow, raise_problems, read_rows
+from miles.tools import run
+
+DRAWS_PER_PROMPT = 100
+
+
+def reverse(seed: int) -> Iterator[tuple[str, str]]:
+    """Endless (prompt, answer) pairs: `rev 52831` and `13825`, 3 to 6 digits, each length equally often."""
+    draw = random.Random(seed)
+    while True:
+        digits = "".join(draw.choices("0123456789", k=draw.randint(3, 6)))
+        yield f"rev {digits}", digits[::-1]
+
+
+def addition(seed: int) -> Iterator[tuple[str, str]]:
+    """Endless (prompt, answer) pairs: sums of two numbers of two digits."""
+    draw = random.Random(seed)
+    while True:
+        a, b = draw.randint(10, 99), draw.randint(10, 99)
+        yield f"What is {a} + {b}? Answer with the number only.", str(a + b)
+
+
+def reasoning_gym_pairs(name: str, seed: int, size: int) -> Iterator[tuple[str, str]]:
+    """Up to size (question, answer) pairs of a reasoning-gym data set with its default settings.
+
+    Raises: ValueError if the package is missing, the name is unknown, or the data set has no single answer.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"task rg:{name} needs a package ({error}): pip install reasoning-gym==0.1.25") from error
+    if name not in DATASETS:
+        raise ValueError(f"task rg:{name}: reasoning-gym has no such data set; it has {', '.join(sorted(DATASETS))}")
+    dataset = reasoning_gym.create_dataset(name, seed=seed, size=size)
+    for row in range(size):
+        entry = dataset[row]
+        if entry["answer"] is None:
+            raise ValueError(f"task rg:{name} has no single right answer, which a label must be; take another data set")
+        yield entry["question"], str(entry["answer"])
+
+
+TASKS: dict[str, Callable[[int], Iterator[tuple[str, str]]]] = {"reverse": reverse, "addition": addition}
+
+
+def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tuple[Path, ...] = ()) -> None:
+    """Write num distinct prompts.
+
+    Args:
+        task: reverse, addition or rg:NAME.
+        num: how many prompts.
+        output: .jsonl file to write.
+        seed: of the draws; the same seed gives the same file.
+        exclude: files written before, whose prompts must not occur again.
+
+    Raises: ValueError for an unknown task, an unreadable excluded file, or a task with fewer distinct prompts than num.
+    """
+    if num < 1:
+        raise ValueError(f"--num {num}: at least 1 is needed")
+    if output.suffix != ".jsonl":
+        raise ValueError(f"--output {output}: the name must end in .jsonl")
+    seen = set().union(*(_prompts_of(path) for path in exclude))
+    limit = (num + len(seen)) * DRAWS_PER_PROMPT
+    if task.startswith("rg:"):
+        pairs = reasoning_gym_pairs(task.removeprefix("rg:"), seed, limit)
+    elif task in TASKS:
+        pairs = TASKS[task](seed)
+    else:
+        raise ValueError(f"--task {task}: allowed are {', '.join(TASKS)} and rg:NAME, a data set of reasoning-gym")
+    rows: list[str] = []
+    for prompt, answer in itertools.islice(pairs, limit):
+        if prompt not in seen:
+            seen.add(prompt)
+            rows.append(json.dumps({"input": prompt, "label": answer, "metadata": {"task": task}}, ensure_ascii=False))
+            if len(rows) == num:
+                break
+    else:
+        raise ValueError(
+            f"--num {num}: {task} gave only {len(rows)} new distinct prompts in {limit} draws; ask for fewer"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    print(f"wrote {output}: {num} prompts of {task}")
+
+
+def _prompts_of(path: Path) -> set[str]:
+    prompts, problems = set(), []
+    for place, row in read_rows(path, ["input"]):
+        if isinstance(row, BadRow) or not isinstance(row.get("input"), str):
+            problems.append(f"{place}: {row if isinstance(row, BadRow) else 'no input'}")
+        else:
+            prompts.add(row["input"])
+    raise_problems(path, problems)
+    return prompts
+
+
+if __name__ == "__main__":
+    run(make_prompts, __doc__)

@@ -1,0 +1,67 @@
+"""Every metric that a run writes, with one line about it. A part in braces stands for a name or number of the run's."""
+
+import re
+
+METRICS = {
+    "rollout/raw_reward": "mean reward of the samples that have one",
+    "rollout/rewards": "mean normalised reward (the advantage) of the samples",
+    "rollout/none_reward_ratio": "share of samples whose reward function abstained",
+    "rollout/reward_error_ratio": "share of samples whose reward function failed",
+    "rollout/removed_ratio": "share of samples marked as not to be trained on",
+    "rollout/response_len/mean": "mean number of trainable response tokens",
+    "rollout/response_len/median": "median number of trainable response tokens",
+    "rollout/response_len/max": "largest number of trainable response tokens",
+    "rollout/response_len/min": "smallest number of trainable response tokens",
+    "rollout/total_lengths": "mean number of prompt and response tokens",
+    "rollout/truncated_ratio": "share of samples cut off at the length limit",
+    "rollout/rollout_log_probs": "mean log-probability of a response token, as the engine gave it",
+    "rollout/zero_std/count_{reward}": "groups in which every sample got this reward, rounded to one decimal",
+    "rollout/zero_std/all_zero_percentage": "percentage of groups in which every reward is 0",
+    "rollout/zero_std/all_one_percentage": "percentage of groups in which every reward is 1",
+    "rollout/weight_version/mixed_version_ratio": "share of samples written with more than one version of the weights",
+    "train/step": "optimizer steps so far",
+    "train/loss": "what is minimised: policy loss, entropy and KL terms together, or the supervised loss",
+    "train/pg_loss": "clipped policy loss",
+    "train/entropy_loss": "entropy of the model's distribution at each trained token",
+    "train/pg_clipfrac": "share of trained tokens at which the clip decided the loss",
+    "train/ppo_kl": "log-probability under the old policy minus that under the current one",
+    "train/kl_loss": "estimated KL divergence from the reference model",
+    "train/train_rollout_logprob_abs_diff": "mean absolute difference of trainer and engine log-probabilities",
+    "train/train_rollout_kl": "estimated KL divergence between the engine and the trainer",
+    "train/grad_norm": "norm of the gradient before clipping",
+    "train/lr-pg_{group}": "learning rate of an optimizer parameter group",
+    "perf/step_time": "seconds of the whole step",
+    "perf/rollout_time": "seconds of generation, rewards included",
+    "perf/train_time": "seconds of training, log-probabilities included",
+    "perf/log_probs_time": "seconds of the old policy's log-probabilities",
+    "perf/ref_log_probs_time": "seconds of the reference's log-probabilities",
+    "perf/actor_train_time": "seconds of the optimizer steps",
+    "perf/update_weights_time": "seconds of the weight sync",
+    "perf/update_weights_bytes": "bytes of weights sent to each engine in a sync",
+    "perf/update_weights_tensors": "tensors sent to each engine in a sync",
+    "perf/update_weights_gb_per_s": "gigabytes a second of a sync",
+    "perf/eval_time": "seconds of evaluation",
+    "perf/save_model_time": "seconds of saving a checkpoint",
+    "perf/export_hf_time": "seconds of exporting a Hugging Face checkpoint",
+    "perf/tokens_per_gpu_per_sec": "response tokens generated a second and rollout GPU",
+    "perf/actor_train_tok_per_s": "tokens trained on a second, over all ranks",
+    "eval/{name}": "mean reward on an evaluation set, of the samples that have one",
+    "eval/{name}-before_train": "the same before the first step, where that step has an evaluation of its own",
+    "eval/{name}-none_reward_ratio": "share of evaluation samples whose reward function abstained",
+    "eval/{name}-truncated_ratio": "share of evaluation samples cut off at the length limit",
+    "eval/{name}/response_len/{statistic}": "mean, median, max and min number of response tokens in an evaluation",
+}
+
+
+def describe(name: str) -> str | None:
+    """The registry's line about a metric, or None if it has none."""
+    if name in METRICS:
+        return METRICS[name]
+    # A set's name may hold a dash: the longest pattern that fits is the most exact.
+    fitting = [pattern for pattern, regex in _PATTERNS.items() if regex.fullmatch(name)]
+    return METRICS[max(fitting, key=len)] if fitting else None
+
+
+_PATTERNS = {
+    pattern: re.compile(re.sub(r"\\\{\w+\\\}", r"[^/]+", re.escape(pattern))) for pattern in METRICS if "{" in pattern
+}

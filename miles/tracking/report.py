@@ -1,0 +1,221 @@
+"""The report of a run: a line a step on screen and in metrics.jsonl, the same in TensorBoard, a summary at the end."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from miles.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# What the step line shows, where it is known; the times are also the phases of `Report.timer`.
+NUMBERS = {
+    "reward": "rollout/raw_reward",
+    "len": "rollout/response_len/mean",
+    "loss": "train/loss",
+    "kl(engine)": "train/train_rollout_kl",
+    "grad": "train/grad_norm",
+}
+TIMES = {
+    "generate": "perf/rollout_time",
+    "train": "perf/train_time",
+    "sync": "perf/update_weights_time",
+    "eval": "perf/eval_time",
+    "save": "perf/save_model_time",
+}
+EVAL_DETAILS = ("-before_train", "-none_reward_ratio", "-truncated_ratio")
+
+
+class Report:
+    """Times, evaluates and writes down the steps of a run, in `metrics.jsonl` and `tensorboard` in the run's folder.
+
+    Args:
+        config: the run's configuration, with `num_rollout` set.
+        start_rollout_id: the first step of this process. Lines of earlier steps are kept; a resumed run appends to
+            them, and later ones, which will be written anew, are dropped.
+
+    Raises:
+        ValueError: `metrics.jsonl` exists and is broken.
+    """
+
+    def __init__(self, config: RunConfig, start_rollout_id: int):
+        self.config = config
+        self.path = Path(config.run_dir) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_from(self.path, start_rollout_id)
+        self._first = self._next = start_rollout_id
+        self._initial: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
+        self._started = self._last = time.monotonic()
+        self._tensorboard = None
+        if config.use_tensorboard:
+            # It imports torch, which takes seconds: only for those who use it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start_rollout_id)
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Counts the seconds of a phase, one of `TIMES`, for the step that is reported next."""
+        start = time.monotonic()
+        yield
+        name = TIMES[phase]
+        self._measured[name] = self._measured.get(name, 0.0) + time.monotonic() - start
+
+    async def evaluate_before_training(self, rollout: Any) -> None:
+        """Evaluates and prints, if evaluation is on and the run is new. The first step's time counts from here.
+
+        The metrics are written with the first step, under names that end in `-before_train` if it has its own.
+
+        Args:
+            rollout: handle of the RolloutManager.
+        """
+        if self.config.eval_interval is not None and not self.config.skip_eval_before_train and self._first == 0:
+            self._initial = await rollout.evaluate.remote(0)
+            print(f"before training{_evaluations(self._initial)}", flush=True)
+        self._started = self._last = time.monotonic()
+
+    async def evaluate_if_due(self, rollout: Any, rollout_id: int) -> None:
+        """Evaluates after every `eval_interval` steps and after the last; the metrics go into the next report."""
+        interval = self.config.eval_interval
+        if interval is None or ((rollout_id + 1) % interval and rollout_id + 1 < self.config.num_rollout):
+            return
+        with self.timer("eval"):
+            self._measured |= await rollout.evaluate.remote(rollout_id)
+
+    def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Writes and prints one step: `metrics`, what was measured here, and `perf/step_time`, the seconds it all took.
+
+        A number that isn't finite is written as null, with a warning.
+        """
+        assert rollout_id == self._next, f"step {rollout_id} reported, but {self._next} is next"
+        self._next += 1
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+
+        values = {name: float(value) for name, value in {**metrics, **self._measured}.items()}
+        self._measured = {}
+        line = _step_line(rollout_id, self.config.num_rollout, values)
+        values["perf/step_time"] = seconds
+        for name, value in self._initial.items():
+            values[f"{name}-before_train" if name in values else name] = float(value)
+        self._initial = {}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            logger.warning("step %d: not finite: %s", rollout_id, ", ".join(f"{name} = {values[name]}" for name in bad))
+        written = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": rollout_id, "wall_time": time.time(), **written}, allow_nan=False) + "\n")
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, rollout_id)
+            self._tensorboard.flush()
+
+        left = (now - self._started) / (self._next - self._first) * (self.config.num_rollout - self._next)
+        print(f"{line} | {seconds:.1f}s/step  eta {duration(left)}", flush=True)
+
+    def summary(self) -> str:
+        """Ends the report: prints and returns the closing table of the whole run, and closes TensorBoard's files."""
+        text = summarise(read_metrics(self.path))
+        print(text, flush=True)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        return text
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. A last line that was cut off while it was written is left out, with a warning.
+
+    Raises:
+        ValueError: a line that isn't a step's.
+    """
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if text and not text.endswith("\n"):
+        logger.warning("%s: the last line was cut off and is dropped: %.80s", path, lines.pop())
+    steps = []
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); choose another run folder") from error
+        if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+            raise ValueError(f"{path}, line {number}: no object with a whole number 'step'; choose another run folder")
+        steps.append(step)
+    return steps
+
+
+def summarise(steps: list[dict]) -> str:
+    """The closing table of the steps that `read_metrics` gives: rewards and evaluations, and where the time went."""
+    if not steps:
+        return "no step was finished"
+    names = dict.fromkeys(name for step in steps for name in step if _is_evaluation(name))
+    rows = {"reward": NUMBERS["reward"], **{name: name for name in names}}
+    width = max(12, *map(len, rows))
+    lines = [f"{f'{len(steps)} steps':<{width}}{'first':>9}{'last':>9}{'best':>9}"]
+    for label, name in rows.items():
+        points = [(step["step"], step[name]) for step in steps if step.get(name) is not None]
+        if points:
+            best_step, best = max(points, key=lambda point: point[1])
+            numbers = "".join(f"{value:9.3f}" for value in (points[0][1], points[-1][1], best))
+            lines.append(f"{label:<{width}}{numbers}  (best at step {best_step + 1}; {len(points)} values)")
+    total = sum(step["perf/step_time"] for step in steps)
+    spent = {label: sum(step.get(name) or 0 for step in steps) for label, name in TIMES.items()}
+    spent["other"] = total - sum(spent.values())
+    shares = [f"{label} {duration(value)} ({value / total:.0%})" for label, value in spent.items() if value > 0]
+    lines.append(f"time {duration(total)}: " + ", ".join(shares))
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Three significant digits, without padding: 0.53, 1.2e-4, 12300."""
+    if value and math.isfinite(value) and abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3.2s, 45s, 1m45s, 2h03m."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
+    numbers = "".join(f"  {label} {number(metrics[name])}" for label, name in NUMBERS.items() if name in metrics)
+    times = " ".join(f"{label} {metrics[name]:.1f}s" for label, name in TIMES.items() if name in metrics)
+    line = f"step {rollout_id + 1}/{num_rollout}{numbers}{_evaluations(metrics)}"
+    return f"{line}  | {times}" if times else line
+
+
+def _evaluations(metrics: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {number(value)}" for name, value in metrics.items() if _is_evaluation(name))
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("eval/") and "/response_len/" not in name and not name.endswith(EVAL_DETAILS)
+
+
+def _drop_from(path: Path, start: int) -> None:
+    """Keeps the lines of steps before `start`, so that no step is there twice."""
+    if not path.exists():
+        return
+    steps = read_metrics(path)
+    kept = [step for step in steps if step["step"] < start]
+    if len(kept) < len(steps):
+        logger.warning("%s: %d lines of steps from %d on are dropped", path, len(steps) - len(kept), start)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(step) + "\n" for step in kept), encoding="utf-8")
+    os.replace(temporary, path)

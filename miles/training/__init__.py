@@ -1,0 +1,1 @@
+"""The maths of training, as pure functions of tensors: batch, schedule, packing, advantages, losses."""

@@ -1,0 +1,1 @@
+"""What every part of Miles shares: argument parsing and the Sample type."""

@@ -1,0 +1,120 @@
+"""Full Hugging Face tensors from a model that is cut over tensor-parallel ranks and pipeline stages."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from miles.backends.megatron_utils.hf.base import EMBEDDING, HEAD, Entry, Family
+from miles.backends.megatron_utils.hf.checkpoint_io import (
+    CheckpointIndex,
+    check_names_and_shapes,
+    check_parameters,
+    model_tensors,
+)
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParallelInfo:
+    """A rank's place in the grid of one model copy.
+
+    tp_group and pp_group: process groups whose rank order is that of tp_rank and pp_rank; None where the size is 1.
+    stage_layers: the global layer numbers of every pipeline stage, in stage order.
+    """
+
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup | None
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup | None
+    stage_layers: list[range]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """What will be gathered, the same on every rank.
+
+    entries: (pipeline stage, entry), in the order of gathering. shapes: {Hugging Face name: full shape}, in that order.
+    tied_head_listed: the checkpoint lists the head of a tied model, so the embedding is given under that name too.
+    """
+
+    entries: list[tuple[int, Entry]]
+    shapes: dict[str, tuple[int, ...]]
+    tied_head_listed: bool
+
+
+def make_plan(
+    family: Family, hf_config: PreTrainedConfig, stage_layers: list[range], index: CheckpointIndex
+) -> GatherPlan:
+    """The plan for a model, compared with the checkpoint that it came from.
+
+    Raises ValueError where their names or shapes differ: an engine accepts an unknown name without a word and dies of a
+    wrong shape.
+    """
+    last = len(stage_layers) - 1
+    entries = [
+        (stage, entry)
+        for stage, layers in enumerate(stage_layers)
+        for entry in family.entries(hf_config, layers, stage == 0, stage == last)
+        if not entry.load_only
+    ]
+    check_names_and_shapes(index, [entry for _, entry in entries], family, hf_config.tie_word_embeddings)
+    tied_head_listed = hf_config.tie_word_embeddings and HEAD in index
+    shapes = {}
+    for _, entry in entries:
+        for name, shape in zip(entry.hf_names, entry.shapes, strict=True):
+            assert name not in shapes, f"two entries give {name}"
+            shapes[name] = tuple(shape)
+            if name == EMBEDDING and tied_head_listed:
+                shapes[HEAD] = tuple(shape)
+    return GatherPlan(entries, shapes, tied_head_listed)
+
+
+def hf_tensors(
+    model: torch.nn.Module, family: Family, hf_config: PreTrainedConfig, parallel: ParallelInfo, index: CheckpointIndex
+) -> Iterator[NamedTensor]:
+    """Check everything, then return an iterator over every (name, full tensor) of the model.
+
+    All ranks of the grid iterate in lockstep and each gets every tensor, on the model's device and in its parameters'
+    dtype. A tensor may be a view of a parameter: do not write to it. A tied head is not given, unless the checkpoint
+    lists it. model: the stage's GPTModel, unwrapped.
+    Raises ValueError before anything is sent where the model, its family and the checkpoint differ.
+    """
+    plan = make_plan(family, hf_config, parallel.stage_layers, index)
+    stage, layers = parallel.pp_rank, parallel.stage_layers[parallel.pp_rank]
+    own = family.entries(hf_config, layers, stage == 0, stage == parallel.pp_size - 1)
+    tensors = model_tensors(model)
+    check_parameters(tensors, own)
+    return _gather(tensors, plan, parallel)
+
+
+def _gather(tensors: dict[str, torch.Tensor], plan: GatherPlan, parallel: ParallelInfo) -> Iterator[NamedTensor]:
+    example = next(iter(tensors.values()))
+    for stage, entry in plan.entries:
+        if stage == parallel.pp_rank:
+            parameter = tensors[entry.megatron_name].detach()
+            assert parameter.dtype == example.dtype, f"{entry.megatron_name} is {parameter.dtype}"
+            merged = entry.kind.merge(_shards(parameter, entry, parallel))
+        else:
+            merged = [torch.empty(shape, dtype=example.dtype, device=example.device) for shape in entry.shapes]
+        for name, tensor in zip(entry.hf_names, merged, strict=True):
+            assert tensor.shape == plan.shapes[name], f"{name}: {tuple(tensor.shape)}, planned {plan.shapes[name]}"
+            if parallel.pp_size > 1:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, group=parallel.pp_group, group_src=stage)
+            yield name, tensor
+            if name == EMBEDDING and plan.tied_head_listed:
+                yield HEAD, tensor
+
+
+def _shards(parameter: torch.Tensor, entry: Entry, parallel: ParallelInfo) -> list[torch.Tensor]:
+    if parallel.tp_size == 1 or not entry.kind.sharded:
+        return [parameter]
+    shards = [torch.empty_like(parameter) for _ in range(parallel.tp_size)]
+    dist.all_gather(shards, parameter.contiguous(), group=parallel.tp_group)
+    return shards

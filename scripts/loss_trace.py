@@ -1,0 +1,122 @@
+"""Trains a tiny random model on a fixed made-up rollout and prints each step's loss and gradient norm, to the last bit.
+
+    python scripts/loss_trace.py --checkpoint DIR                                     # one process
+    python scripts/loss_trace.py --checkpoint DIR --ranks 2 -- --tensor-model-parallel-size 2 --sequence-parallel
+
+Run it before and after a refactor: the output must not change by a bit. Between layouts it agrees to rounding. What follows
+`--` are flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards of both
+signs, and a group of equal rewards.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.multiprocessing as multiprocessing
+
+from miles.config import RunConfig
+from miles.training.batch import TrainBatch
+from miles.training.schedule import plan_rollout, shard
+from miles.utils.arguments import parse_args
+from miles.utils.network import free_ports
+from miles.utils.types import Sample
+
+NUM_SAMPLES, GROUP = 16, 4
+
+
+def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
+    """16 samples in groups of four, with log-probabilities an engine might have written."""
+    draw = random.Random(seed)
+    samples, rewards = [], []
+    for index in range(NUM_SAMPLES):
+        prompt, response = draw.randint(1, 9), draw.randint(1, 12)
+        mask = [int(draw.random() < 0.8) for _ in range(response)]
+        mask[-1] = 1
+        samples.append(
+            Sample(
+                group_index=index // GROUP,
+                index=index,
+                tokens=[draw.randrange(vocab_size) for _ in range(prompt + response)],
+                response_length=response,
+                reward=0.0,
+                loss_mask=mask,
+                rollout_log_probs=[-draw.random() * 6 for _ in range(response)],
+                status=Sample.Status.COMPLETED,
+            )
+        )
+        rewards.append(0.0 if index < GROUP else draw.uniform(-1.5, 1.5))
+    return TrainBatch.from_samples(samples, rewards)
+
+
+def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, result: Path) -> None:
+    """One rank: trains `steps` rollouts of two optimizer steps each; the reporting rank writes the trace."""
+    import torch
+    from megatron.core import parallel_state
+
+    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    torch.set_num_threads(1)
+    actor = MegatronTrainRayActor(config, rank, ranks)
+    actor.init(f"127.0.0.1:{port}")
+    batch = made_up_rollout(actor.hf_config.vocab_size)
+    plan = plan_rollout(
+        batch,
+        global_batch_size=config.global_batch_size,
+        dp_size=config.data_parallel_size,
+        micro_batch_size=config.micro_batch_size,
+        max_tokens=config.max_tokens_per_gpu,
+        per_token_loss=config.calculate_per_token_loss,
+    )
+    mine = shard(batch, plan, parallel_state.get_data_parallel_rank())
+    lines = []
+    for rollout_id in range(steps):
+        metrics = actor.train(rollout_id, mine)
+        lines.append({name: value for name, value in metrics.items() if name.startswith("train/")})
+    if lines[0]:
+        result.write_text(json.dumps(lines))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run(checkpoint: str, ranks: int, steps: int, flags: list[str]) -> list[dict[str, float]]:
+    """The metrics of each rollout under `ranks` processes and train.py's `flags`."""
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text('{"input": "unused", "label": "unused"}\n')
+        config = parse_args(
+            [
+                *("--device", "cpu", "--actor-num-gpus-per-node", str(ranks), "--colocate"),
+                *("--no-offload-train", "--no-offload-rollout", "--hf-checkpoint", checkpoint),
+                *("--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "exact"),
+                *("--num-rollout", str(steps), "--rollout-batch-size", str(NUM_SAMPLES // GROUP)),
+                *("--n-samples-per-prompt", str(GROUP), "--rollout-max-response-len", "16"),
+                *("--global-batch-size", str(NUM_SAMPLES // 2), "--lr", "0.001", "--max-logprob-abs-diff", "100"),
+                *("--data-pad-size-multiplier", "4", "--run-dir", folder),
+                *flags,
+            ]
+        )
+        result = Path(folder) / "trace.json"
+        port = free_ports(1, "127.0.0.1")[0]
+        multiprocessing.spawn(trace, args=(ranks, config, steps, port, result), nprocs=ranks)
+        return json.loads(result.read_text())
+
+
+def main() -> None:
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--checkpoint", required=True, help="a tiny checkpoint (python -m miles.tools.make_tiny_checkpoint)")
+    parser.add_argument("--ranks", type=int, default=1, help="trainer processes (default 1)")
+    parser.add_argument("--steps", type=int, default=3, help="rollouts of two optimizer steps each (default 3)")
+    arguments = parser.parse_args(own)
+    for step, metrics in enumerate(run(arguments.checkpoint, arguments.ranks, arguments.steps, flags)):
+        loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
+        print(f"{step}  loss {loss.hex()} ({loss:.9f})  grad_norm {norm.hex()} ({norm:.9f})")
+
+
+if __name__ == "__main__":
+    main()

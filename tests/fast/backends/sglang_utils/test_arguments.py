@@ -1,0 +1,58 @@
+import os
+import sys
+
+import pytest
+
+from miles.backends.sglang_utils.arguments import command_line, server_arguments, server_environment
+from miles.utils.arguments import parse_args
+
+
+def test_cpu_arguments_and_the_users_win(engine_flags):
+    config = parse_args([*engine_flags, "--sglang-max-running-requests", "16", "--sglang-log-level", "info"])
+    arguments = server_arguments(config, engine_rank=2, port=5000, nccl_port=5001)
+    assert arguments["device"] == "cpu" and arguments["dtype"] == "float32"
+    assert arguments["host"] == "127.0.0.1" and arguments["port"] == 5000
+    assert arguments["random_seed"] == config.seed + 2
+    assert arguments["max_running_requests"] == 16 and arguments["log_level"] == "info"
+
+
+def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):
+    config = parse_args(["cuda" if flag == "cpu" else flag for flag in engine_flags])
+    arguments = server_arguments(config, engine_rank=0, port=5000, nccl_port=5001)
+    assert arguments["dtype"] == "bfloat16"
+    assert not {"device", "attention_backend", "mem_fraction_static", "max_total_tokens"} & arguments.keys()
+
+
+def test_command_line():
+    command = command_line(
+        {"model_path": "m", "skip_server_warmup": True, "enable_lora": False, "max_lora_rank": None, "lora_paths": ["a", "b"]}
+    )
+    assert command == [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--skip-server-warmup", "--lora-paths", "a", "b")
+    ]
+
+
+def test_cpu_environment(engine_flags, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    config = parse_args(engine_flags)
+    environment = server_environment(config, engine_rank=0, gpu_ids=[], grpc_port=5)
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+
+    two = config.model_copy(update={"rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2})
+    environment = server_environment(two, engine_rank=0, gpu_ids=[], grpc_port=5)
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,2|1,3" and environment["OMP_NUM_THREADS"] == "2"
+
+    eight = config.model_copy(update={"rollout_num_gpus_per_engine": 8, "rollout_num_gpus": 8})
+    with pytest.raises(ValueError, match="needs 8 CPU cores.*may use 4"):
+        server_environment(eight, engine_rank=0, gpu_ids=[], grpc_port=5)
+
+
+def test_gpu_environment(engine_flags):
+    config = parse_args(["cuda" if flag == "cpu" else flag for flag in engine_flags])
+    environment = server_environment(config, engine_rank=0, gpu_ids=[6], grpc_port=5)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "6" and "SGLANG_USE_CPU_ENGINE" not in environment
+    with pytest.raises(ValueError, match=r"engine 1 was given GPUs \[1, 2\] but needs 1"):
+        server_environment(config, engine_rank=1, gpu_ids=[1, 2], grpc_port=5)

@@ -1,0 +1,102 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess, group_members
+from miles.utils.network import free_port
+
+ROOT = Path(__file__).parents[4]
+
+HEALTHY = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Builds a ServerProcess from Python source that gets the port as its argument; ended after the test."""
+    servers = []
+
+    def build(source):
+        port = free_port()
+        command = [sys.executable, "-u", "-c", source, str(port)]
+        servers.append(
+            ServerProcess(command, dict(os.environ), tmp_path / "server.log", f"http://127.0.0.1:{port}/health")
+        )
+        return servers[-1]
+
+    yield build
+    for process in servers:
+        process.terminate()
+
+
+def test_start_health_and_end_with_its_children(server, tmp_path):
+    process = server(HEALTHY)
+    process.start()
+    process.wait_healthy(20)
+    process.check()
+    members = [psutil.Process(pid) for pid in group_members(process.pid)]
+    assert len(members) == 2
+    process.terminate(grace=0.5)
+    assert all(not member.is_running() or member.status() == psutil.STATUS_ZOMBIE for member in members)
+    process.terminate()
+    with pytest.raises(ServerDied, match="SIGTERM"):
+        process.check()
+    assert (tmp_path / "server.log").read_text().startswith(sys.executable)
+
+
+def test_early_death_is_reported_at_once_with_the_tail(server):
+    process = server("import sys\nfor i in range(100): print('line', i)\nsys.exit(3)")
+    process.start()
+    start = time.monotonic()
+    with pytest.raises(ServerDied) as caught:
+        process.wait_healthy(60)
+    assert time.monotonic() - start < 10
+    assert "exited with code 3" in str(caught.value)
+    assert "line 99" in str(caught.value) and "line 70" in str(caught.value) and "line 69" not in str(caught.value)
+
+
+def test_wait_is_bounded(server):
+    process = server("import time\nprint('still loading')\ntime.sleep(600)")
+    process.start()
+    with pytest.raises(TimeoutError, match="not healthy within 1 s") as caught:
+        process.wait_healthy(1)
+    assert "still loading" in str(caught.value)
+
+
+def test_dies_with_its_parent(tmp_path):
+    source = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from miles.backends.sglang_utils.server_process import ServerProcess
+server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ), Path("log"), "http://127.0.0.1:1/")
+server.start()
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", source], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    group = int(parent.stdout.readline())
+    deadline = time.monotonic() + 10
+    while "sleep" not in " ".join(psutil.Process(group).cmdline()[:3]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_members(group) == []

@@ -1,0 +1,85 @@
+"""What follows from what was given."""
+
+from datetime import datetime
+
+import pytest
+
+from miles.config.derive import derive
+from miles.config.resolve import resolve
+from miles.config.run_config import RunConfig
+
+
+def derived(**given):
+    config = RunConfig(**({"hf_checkpoint": "m", "rollout_batch_size": 8, "n_samples_per_prompt": 4} | given))
+    return derive(dict(config), datetime(2026, 3, 4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"colocate": True}, {"offload_train": True, "offload_rollout": True, "rollout_num_gpus": 8}),
+        ({"colocate": True, "offload_train": False}, {"offload_train": False, "offload_rollout": True}),
+        ({"colocate": True, "actor_num_nodes": 2}, {"rollout_num_gpus": 16}),
+        ({"offload": True, "rollout_num_gpus": 4}, {"offload_train": True, "offload_rollout": True}),
+        ({"rollout_num_gpus": 4}, {"offload_train": False, "offload_rollout": False, "rollout_num_gpus": 4}),
+        ({"loss_type": "sft_loss"}, {"rollout_num_gpus": 0, "offload_train": False}),
+        ({"loss_type": "sft_loss", "colocate": True}, {"rollout_num_gpus": 0, "colocate": False}),
+        ({"debug_train_only": True, "rollout_num_gpus": 4}, {"rollout_num_gpus": 0}),
+        (
+            {"debug_rollout_only": True, "colocate": True, "offload": True},
+            {"rollout_num_gpus": 8, "colocate": False, "offload_train": False, "offload_rollout": False},
+        ),
+        ({"device": "cuda"}, {"bf16": True}),
+        ({"device": "cpu"}, {"bf16": False}),
+        ({"device": "cpu", "bf16": True}, {"bf16": True}),
+        ({}, {"global_batch_size": 32, "num_steps_per_rollout": 1}),
+        ({"num_steps_per_rollout": 4}, {"global_batch_size": 8}),
+        ({"global_batch_size": 16}, {"num_steps_per_rollout": 2}),
+        ({"num_rollout": 5, "num_steps_per_rollout": 4}, {"lr_decay_iters": 20}),
+        ({"num_rollout": 5, "lr_warmup_iters": 9}, {"lr_decay_iters": 10}),
+        ({"num_epoch": 5}, {"lr_decay_iters": None}),
+        ({"eps_clip": 0.3}, {"eps_clip_high": 0.3}),
+        ({"use_kl_loss": True}, {"ref_load": "m"}),
+        ({"use_kl_loss": True, "ref_load": "r"}, {"ref_load": "r"}),
+        ({}, {"ref_load": None, "rollout_max_prompt_len": None}),
+        ({"rollout_max_context_len": 100}, {"rollout_max_prompt_len": 99}),
+        ({"rollout_temperature": 0.7, "rollout_top_p": 0.9, "rollout_top_k": 5, "rollout_max_response_len": 3},
+         {"eval_temperature": 0.7, "eval_top_p": 0.9, "eval_top_k": 5, "eval_max_response_len": 3}),
+        ({"input_key": "q", "label_key": "a"}, {"eval_input_key": "q", "eval_label_key": "a"}),
+        ({"eval_temperature": 0.0}, {"eval_temperature": 0.0}),
+        ({}, {"run_dir": "runs/2026-03-04_05-06-07"}),
+        ({"run_dir": "here"}, {"run_dir": "here"}),
+    ],
+)  # fmt: skip
+def test_values(given, expected):
+    values, reasons = derived(**given)
+    assert {name: values[name] for name in expected} == expected
+    unchanged = {"hf_checkpoint", "rollout_batch_size", "n_samples_per_prompt"}
+    assert not unchanged & set(reasons)
+
+
+def test_reasons():
+    _, reasons = derived(colocate=True, num_steps_per_rollout=4)
+    assert reasons["rollout_num_gpus"] == "--colocate: the engines use the trainer's GPUs"
+    assert reasons["offload_train"] == "--colocate"
+    assert reasons["global_batch_size"] == "32 samples in 4 steps"
+    assert "num_steps_per_rollout" not in reasons
+
+
+def test_what_follows_from_an_unknown_value_is_unknown():
+    known = dict(RunConfig(hf_checkpoint="m", rollout_batch_size=8))
+    del known["rollout_batch_size"]
+    values, _ = derive(known, datetime(2026, 1, 1))
+    assert "global_batch_size" not in values and "lr_decay_iters" in values
+    assert values["bf16"] is True
+
+
+def test_layout(argv):
+    config = resolve(argv(tensor_model_parallel_size="2", num_steps_per_rollout="4")).config
+    assert (config.world_size, config.data_parallel_size, config.num_engines) == (4, 2, 4)
+    assert (config.samples_per_rollout, config.steps_per_rollout) == (32, 4)
+    assert config.needs_engines and config.needs_trainer
+    sft = resolve(argv(loss_type="sft_loss", rm_type=None)).config
+    assert not sft.needs_engines and sft.num_engines == 0
+    rollout_only = resolve(argv("--debug-rollout-only")).config
+    assert not rollout_only.needs_trainer and rollout_only.num_engines == 4

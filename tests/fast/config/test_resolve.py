@@ -1,0 +1,117 @@
+"""Precedence, provenance and the collection of problems."""
+
+import pickle
+
+import pytest
+
+from miles.config.resolve import ConfigError, resolve
+
+
+def problems_of(argv):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv)
+    return caught.value.problems
+
+
+def test_command_line_over_yaml_over_default(argv, folder):
+    (folder / "run.yaml").write_text("lr: 1e-4\nseed: 7\nrollout_stop: [a, b]\nsglang_mem_fraction_static: 0.3\n")
+    resolved = resolve(argv("--config run.yaml --seed 8 --sglang-log-level info"))
+    config, origins = resolved.config, resolved.provenance
+    assert (config.lr, config.seed, config.weight_decay) == (1e-4, 8, 0.01)
+    assert config.rollout_stop == ["a", "b"]
+    assert config.sglang == {"mem_fraction_static": 0.3, "log_level": "info"}
+    assert origins["lr"] == "YAML (run.yaml)"
+    assert origins["seed"] == "command line"
+    assert origins["weight_decay"] == "default"
+    assert origins["bf16"] == "derived: --device cpu"
+    assert origins["sglang_mem_fraction_static"] == "YAML (run.yaml)"
+    assert origins["sglang_log_level"] == "command line"
+
+
+def test_yaml_is_laid_down_before_anything_is_derived_or_checked(argv, folder):
+    (folder / "run.yaml").write_text("n_samples_per_prompt: 6\nno_save_optim: true\n")
+    resolved = resolve(argv("--config run.yaml --save-optim", n_samples_per_prompt=None))
+    assert resolved.config.global_batch_size == 48
+    assert resolved.provenance["global_batch_size"] == "derived: one optimizer step per rollout"
+    assert resolved.config.no_save_optim is False
+
+
+def test_every_value_has_an_origin(argv):
+    resolved = resolve(argv())
+    assert set(resolved.provenance) == set(type(resolved.config).model_fields) - {"sglang"}
+
+
+def test_all_problems_at_once(argv, folder):
+    (folder / "run.yaml").write_text("sed: 3\nlr: fast\nsglang_mem_fraction: 1\n")
+    more = "--config run.yaml --rollout-batch 3 --seed 1 --seed 2 --save-interval 2 --rollout-top-p 2"
+    more += " --sequence-parallel"
+    problems = problems_of(argv(more, hf_checkpoint=None, rm_type=None))
+    for expected in (
+        "run.yaml: key sed is unknown; did you mean seed",
+        "YAML (run.yaml): lr is 'fast': input should be a valid number",
+        "YAML (run.yaml): sglang_mem_fraction is unknown to the installed SGLang; did you mean --sglang-mem-fraction",
+        "--rollout-batch is unknown; did you mean --rollout-batch-size",
+        "--seed is given more than once",
+        "--save-interval 2 needs --save",
+        "--sequence-parallel needs --tensor-model-parallel-size above 1",
+        "--rollout-top-p is '2': input should be less than or equal to 1",
+        "--hf-checkpoint is required",
+        "exactly one of --rm-type and --custom-rm-path must be given, neither is",
+    ):
+        assert sum(expected in problem for problem in problems) == 1, (expected, problems)
+    assert len(problems) == 10
+
+
+def test_a_wrong_value_is_reported_once_and_not_what_follows_from_it(argv):
+    (problem,) = problems_of(argv(rollout_batch_size="many", global_batch_size="7"))
+    assert problem.startswith("--rollout-batch-size is 'many'")
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "expected"),
+    [
+        ("seed: 1\nseed: 2\n", "key 'seed' is given twice"),
+        ("rollout-batch-size: 4\n", "key rollout-batch-size is unknown; did you mean rollout_batch_size"),
+        ("config: other.yaml\n", "key config is unknown"),
+        ("print_config: true\n", "key print_config is unknown"),
+        ("- seed\n", "must hold `name: value` lines, got a list"),
+        ("seed: [1\n", "is not valid YAML"),
+        ("num_epoch: true\n", "num_epoch is True: a number is needed here"),
+        ("seed: null\n", "seed is None: input should be a valid integer"),
+        ("rollout_stop_token_ids: [1, x]\n", "rollout_stop_token_ids[1] is 'x'"),
+    ],
+)
+def test_bad_yaml(argv, folder, yaml_text, expected):
+    (folder / "run.yaml").write_text(yaml_text)
+    (problem,) = problems_of(argv("--config run.yaml"))
+    assert expected in problem
+
+
+def test_missing_yaml(argv):
+    (problem,) = problems_of(argv("--config nowhere.yaml"))
+    assert problem == "--config nowhere.yaml cannot be read: No such file or directory"
+
+
+def test_paths_in_yaml_are_relative_to_the_working_directory(argv, folder):
+    (folder / "configs").mkdir()
+    (folder / "configs" / "run.yaml").write_text("prompt_data: train.jsonl\n")
+    assert resolve(argv("--config configs/run.yaml", prompt_data=None)).config.prompt_data == "train.jsonl"
+
+
+def test_frozen_picklable_and_changed_by_copy(argv):
+    config = resolve(argv()).config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.model_copy(update={"num_rollout": 9}).num_rollout == 9
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+
+
+def test_warnings(argv):
+    assert resolve(argv()).warnings == []
+    more = "--use-kl-loss --kl-loss-coef 0.1 --eval-prompt-data a held_out.jsonl --lr 0"
+    k1, unused, no_step = resolve(argv(more)).warnings
+    assert "k1" in k1 and "zero on average" in k1
+    assert "--eval-interval is not given" in unused
+    assert "--lr 0" in no_step
+    assert resolve(argv("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl")).warnings == []
+    assert resolve(argv("--ref-load model")).warnings == ["--ref-load has no effect without --use-kl-loss"]

@@ -1,0 +1,189 @@
+"""Every rule, broken once."""
+
+import inspect
+
+import pytest
+
+from miles.config import validate
+from miles.config.resolve import ConfigError, resolve
+
+CASES = {
+    "_debug_modes": [
+        ({"debug_rollout_only": "", "debug_train_only": ""}, "nothing is left to run; drop one"),
+        ({"debug_train_only": ""}, "policy_loss learns from engines' samples; use --loss-type"),
+    ],
+    "_node_size": [
+        ({"num_gpus_per_node": "2"}, "--actor-num-gpus-per-node 4 does not fit on a node of --num-gpus-per-node 2"),
+    ],
+    "_rollout_gpus": [
+        ({"colocate": None}, "--rollout-num-gpus is not given, but the engines need GPUs of their own"),
+        ({"colocate": None, "rollout_num_gpus": "0"}, "share the trainer's with --colocate"),
+        ({"rollout_num_gpus": "3"}, "--rollout-num-gpus 3 contradicts --colocate, which gives the engines"),
+        ({"colocate": None, "rollout_num_gpus": "3", "rollout_num_gpus_per_engine": "2"}, "1 would be left over"),
+    ],
+    "_split_on_gpus": [
+        ({"colocate": None, "rollout_num_gpus": "4", "device": "cuda"}, "on different GPUs are not available yet"),
+    ],
+    "_moving_memory": [
+        ({"no_offload_train": None, "no_offload_rollout": None},
+         "--offload-train and --offload-rollout (--colocate turns them on): moving memory off the GPU is not available "
+         "yet; keep both sides resident with --no-offload-train --no-offload-rollout"),
+        ({"no_offload_train": None, "offload_train": ""}, "--offload-train (--colocate turns them on): moving memory"),
+        ({"colocate": None, "rollout_num_gpus": "4", "no_offload_rollout": None, "offload": ""},
+         "--offload-rollout: moving memory off the GPU is not available yet"),
+    ],
+    "_parallel_sizes": [
+        ({"actor_num_gpus_per_node": "3", "tensor_model_parallel_size": "2", "rollout_batch_size": "9"},
+         "3 trainer ranks (--actor-num-nodes 1 x --actor-num-gpus-per-node 3) cannot be divided into replicas of 2"),
+        ({"sequence_parallel": ""}, "--sequence-parallel needs --tensor-model-parallel-size above 1, it is 1"),
+    ],
+    "_checkpoint_folder": [
+        ({"hf_checkpoint": "org/model"}, "--hf-checkpoint org/model is not a folder here"),
+        ({"hf_checkpoint": "."}, "--hf-checkpoint . has no config.json"),
+    ],
+    "_reference_folder": [({"use_kl_loss": "", "ref_load": "old"}, "--ref-load old is not a folder here")],
+    "_model_shape": [
+        ({"rollout_num_gpus_per_engine": "4", "actor_num_gpus_per_node": "4", "tensor_model_parallel_size": "4"},
+         "--tensor-model-parallel-size 4 does not divide the model's num_key_value_heads 2"),
+        ({"pipeline_model_parallel_size": "3", "actor_num_gpus_per_node": "3"},
+         "--pipeline-model-parallel-size 3 does not divide the model's num_hidden_layers 4"),
+        ({"rollout_num_gpus_per_engine": "8", "actor_num_gpus_per_node": "8"},
+         "--rollout-num-gpus-per-engine 8 does not divide the model's num_attention_heads 4"),
+    ],
+    "_prompts": [
+        ({"prompt_data": None}, "--prompt-data is required"),
+        ({"prompt_data": "none.jsonl"}, "--prompt-data none.jsonl is no file here; relative paths start at"),
+        ({"prompt_data": "train.csv"}, "--prompt-data train.csv must be a .jsonl or .parquet file"),
+    ],
+    "_length_of_run": [
+        ({"num_rollout": None}, "exactly one of --num-rollout and --num-epoch must be given, neither is"),
+        ({"num_epoch": "2"}, "exactly one of --num-rollout and --num-epoch must be given, both are (3 and 2)"),
+    ],
+    "_steps": [
+        ({"global_batch_size": "12"},
+         "32 samples a rollout (--rollout-batch-size 8 x --n-samples-per-prompt 4) cannot be divided into "
+         "steps of --global-batch-size 12; choose a divisor of 32"),
+        ({"num_steps_per_rollout": "5"}, "--num-steps-per-rollout 5 steps; choose a divisor of 32"),
+        ({"num_steps_per_rollout": "64"}, "--num-steps-per-rollout 64 steps; choose a divisor of 32"),
+        ({"num_steps_per_rollout": "2", "global_batch_size": "8"}, "is 16, not the 32 samples a rollout"),
+        ({"global_batch_size": "2"}, "--global-batch-size 2 cannot be dealt equally to 4 data-parallel ranks"),
+    ],
+    "_dynamic_batch": [
+        ({"use_dynamic_batch_size": ""}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ({"max_tokens_per_gpu": "99"}, "--max-tokens-per-gpu 99 has no effect without --use-dynamic-batch-size"),
+    ],
+    "_lengths": [
+        ({"rollout_max_response_len": None}, "--rollout-max-response-len is required"),
+        ({"rollout_max_prompt_len": "9", "rollout_max_context_len": "9"}, "at most 8 is allowed"),
+    ],
+    "_sampling": [
+        ({"rollout_temperature": "0"}, "--rollout-temperature 0 cannot be trained on"),
+        ({"eval_top_k": "0"}, "at least 1, or -1 for all tokens; 0 was given"),
+    ],
+    "_reward": [
+        ({"rm_type": None}, "exactly one of --rm-type and --custom-rm-path must be given, neither is"),
+        ({"custom_rm_path": "a.b"}, "must be given, both are (exact and a.b)"),
+        ({"rm_type": None, "custom_rm_path": "a/b.py"}, "--custom-rm-path a/b.py must be the dotted path"),
+        ({"rm_type": None, "custom_rm_path": "reward"}, "--custom-rm-path reward must be the dotted path"),
+    ],
+    "_labels": [
+        ({"label_key": None}, "--rm-type exact needs --label-key"),
+        ({"label_key": None, "loss_type": "sft_loss"}, "--loss-type sft_loss needs --label-key"),
+    ],
+    "_groups": [({"n_samples_per_prompt": "1"}, "--n-samples-per-prompt 1 with group-normalised rewards")],
+    "_kl": [({"kl_loss_coef": "0.1"}, "--kl-loss-coef 0.1 has no effect without --use-kl-loss")],
+    "_schedule": [
+        ({"lr_decay_iters": "4", "lr_warmup_iters": "4"}, "--lr-warmup-iters 4 must be less than --lr-decay-iters 4"),
+        ({"min_lr": "1"}, "--min-lr 1.0 must not be above --lr 1e-06"),
+    ],
+    "_evaluation": [
+        ({"eval_interval": "2"}, "--eval-interval 2 needs --eval-prompt-data NAME FILE"),
+        ({"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl", "debug_train_only": ""},
+         "--eval-interval 2 needs engines, and none runs"),
+        ({"eval_prompt_data": "held_out.jsonl"}, "takes pairs NAME FILE, got 1 values: held_out.jsonl"),
+        ({"eval_prompt_data": "a held_out.jsonl a train.jsonl"}, "has the name a more than once"),
+        ({"eval_prompt_data": "a none.jsonl"}, "--eval-prompt-data none.jsonl is no file here"),
+        ({"eval_prompt_data": "a held_out.jsonl", "label_key": None}, "needs --eval-label-key (or --label-key)"),
+    ],
+    "_checkpoints": [
+        ({"save_interval": "2"}, "--save-interval 2 needs --save"),
+        ({"ckpt_step": "2"}, "--ckpt-step 2 needs --load"),
+        ({"no_load_optim": ""}, "--no-load-optim has no effect without --load"),
+        ({"save_hf": "out/{step}"}, "--save-hf out/{step}: the only thing in braces may be {rollout_id}"),
+    ],
+}  # fmt: skip
+
+
+def test_the_table_has_every_rule():
+    assert list(CASES) == [rule.__name__ for rule in validate.RULES]
+
+
+@pytest.mark.parametrize(("changes", "expected"), [case for cases in CASES.values() for case in cases])
+def test_refused(argv, changes, expected):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv(**changes))
+    assert sum(expected in problem for problem in caught.value.problems) == 1, caught.value.problems
+
+
+def test_config_json_must_be_json(argv, folder):
+    (folder / "model" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json is not valid JSON"):
+        resolve(argv())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"device": "cuda"},
+        {"tensor_model_parallel_size": "2"},
+        {"tensor_model_parallel_size": "2", "sequence_parallel": ""},
+        {"pipeline_model_parallel_size": "4"},
+        {"colocate": None, "rollout_num_gpus": "2"},
+        {"loss_type": "sft_loss", "n_samples_per_prompt": "1", "rm_type": None, "rollout_max_response_len": None},
+        {"n_samples_per_prompt": "1", "disable_rewards_normalization": ""},
+        {"debug_rollout_only": "", "rollout_temperature": "0", "no_offload_train": None},
+        {"use_dynamic_batch_size": "", "max_tokens_per_gpu": "100"},
+        {"global_batch_size": "4", "micro_batch_size": "3"},
+        {"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl b train.jsonl", "eval_temperature": "0"},
+        {"save": "out", "save_interval": "1", "save_hf": "out/hf_{rollout_id}", "load": "out"},
+        {"rm_type": None, "custom_rm_path": "my_package.my_module.reward", "label_key": None},
+        {"use_kl_loss": "", "kl_loss_coef": "0"},
+        {"bf16": ""},
+    ],
+)
+def test_accepted(argv, changes):
+    assert resolve(argv(**changes)).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout_batch_size", "0"),
+        ("rollout_batch_size", "1.5"),
+        ("tensor_model_parallel_size", "0"),
+        ("adam_beta1", "1"),
+        ("adam_beta2", "-0.1"),
+        ("adam_eps", "0"),
+        ("lr", "nan"),
+        ("lr", "-1"),
+        ("eps_clip", "0"),
+        ("eps_clip_c", "1"),
+        ("clip_grad", "-1"),
+        ("rollout_temperature", "-1"),
+        ("rollout_top_p", "0"),
+        ("max_reward_error_fraction", "1.1"),
+        ("device", "gpu"),
+        ("loss_type", "ppo"),
+        ("rm_type", "dapo"),
+    ],
+)
+def test_ranges(argv, name, value):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv(**{name: value}))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"--{name.replace('_', '-')} is '{value}': input should be ")
+
+
+def test_rules_are_generators():
+    assert all(inspect.isgeneratorfunction(rule) for rule in validate.RULES)

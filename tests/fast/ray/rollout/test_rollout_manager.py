@@ -1,0 +1,149 @@
+import asyncio
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from miles.backends.sglang_utils.engine import SGLangEngine
+from miles.backends.sglang_utils.server_process import group_members
+from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete, _check_rewards
+from miles.rewards import RewardCounts
+from miles.utils.arguments import parse_args
+from miles.utils.types import Sample
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A Ray of two logical CPUs, without a dashboard."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def server_pids():
+    """The processes of all SGLang servers that belong to this test session's Ray."""
+    return [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if "sglang.launch_server" in " ".join(process.cmdline())
+    ]
+
+
+def test_bad_prompts_are_refused_on_construction(engine_flags, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"input": "a", "label": "1"}\n{"input": "b"}\n')
+    flags = [str(path) if flag.endswith("prompts.jsonl") else flag for flag in engine_flags]
+    with pytest.raises(ValueError, match="bad.jsonl:2"):
+        RolloutManager(parse_args(flags), [])
+    good = parse_args([*engine_flags, "--eval-interval", "1", "--eval-prompt-data", "held-out", str(path)])
+    with pytest.raises(ValueError, match="bad.jsonl:2"):
+        RolloutManager(good, [])
+
+
+def test_supervised_rollouts_need_no_engine(engine_flags, local_ray, tmp_path):
+    flags = [*engine_flags, "--loss-type", "sft_loss", "--global-batch-size", "8"]
+    manager = RolloutManager(parse_args(flags), [])
+
+    async def go():
+        await manager.start()
+        first = await manager.generate(0)
+        await manager.save(tmp_path)
+        second = await manager.generate(1)
+        resumed = RolloutManager(parse_args(flags), [])
+        await resumed.load(tmp_path)
+        again = await resumed.generate(1)
+        await manager.dispose()
+        return first, second, again
+
+    first, second, again = asyncio.run(go())
+    batches = [ray.get(result.shards)[0].batch for result in (first, second, again)]
+    assert [len(batch) for batch in batches] == [16, 16, 16]
+    assert np.array_equal(batches[1]["tokens"], batches[2]["tokens"])
+    assert np.array_equal(batches[1]["sample_indices"], batches[2]["sample_indices"])
+    assert batches[0].row("tokens", 0).tolist() == [97, 48, 259]
+    assert "perf/rollout_time" in first.metrics and "rewards" not in batches[0]
+
+
+def test_epochs_become_rollouts(engine_flags):
+    flags = ["--num-epoch" if flag == "--num-rollout" else flag for flag in engine_flags]
+    config = asyncio.run(RolloutManager(parse_args(flags), []).resolved_config())
+    assert (config.num_rollout, config.lr_decay_iters) == (2, 2)
+    too_big = [("9" if flags[i - 1] == "--rollout-batch-size" else flag) for i, flag in enumerate(flags)]
+    with pytest.raises(ValueError, match="is 8 prompts, fewer than one rollout takes"):
+        asyncio.run(RolloutManager(parse_args(too_big), []).resolved_config())
+
+
+def test_a_failed_start_leaves_nothing(engine_config, local_ray, tmp_path):
+    broken = engine_config.model_copy(update={"hf_checkpoint": str(tmp_path / "nothing"), "run_dir": str(tmp_path)})
+    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(broken, 0, [])
+    manager = RolloutManager(engine_config, [engine])
+    with pytest.raises(Exception, match="exited with code 1(.|\n)*engine_0.log"):
+        asyncio.run(manager.start())
+    assert server_pids() == []
+
+
+def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, prompt_file, tmp_path):
+    config = parse_args(
+        [
+            *engine_flags,
+            *("--run-dir", str(tmp_path), "--eval-interval", "1", "--eval-prompt-data", "held-out", str(prompt_file)),
+            *("--n-samples-per-eval-prompt", "2", "--eval-temperature", "0", "--global-batch-size", "8"),
+        ]
+    )
+    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(config, 0, [])
+    manager = ray.remote(RolloutManager).options(num_cpus=0).remote(config, [engine])
+    ray.get(manager.start.remote())
+    (url,) = ray.get(manager.engine_urls.remote())
+    assert url.startswith("http://127.0.0.1:")
+
+    result = ray.get(manager.generate.remote(0))
+    (shard,) = ray.get(result.shards)
+    assert len(shard.batch) == 16 and len(shard.steps) == 2
+    assert sorted(shard.batch["sample_indices"]) == list(range(16))
+    assert len(shard.batch["rollout_log_probs"]) == shard.batch.response_lengths.sum() > 0
+    assert (shard.batch["rollout_log_probs"] < 0).all()
+    assert 0 <= result.metrics["rollout/raw_reward"] <= 1
+    assert result.metrics["rollout/reward_error_ratio"] == 0
+    assert result.metrics["perf/tokens_per_gpu_per_sec"] > 0
+
+    metrics = ray.get(manager.evaluate.remote(0))
+    assert 0 <= metrics["eval/held-out"] <= 1 and metrics["eval/held-out/response_len/max"] <= 8
+    ray.get(manager.save.remote(tmp_path))
+    assert json.loads((tmp_path / "data_source.json").read_text())["sample_index"] == 16
+
+    members = group_members(server_pids()[0])
+    assert len(members) >= 3
+    scheduler = next(pid for pid in members if "schedul" in psutil.Process(pid).name())
+    request = manager.generate.remote(1)
+    os.kill(scheduler, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"the server \(pid \d+\) (.|\n)*Last lines of .*engine_0.log"):
+        ray.get(request, timeout=60)
+    assert time.monotonic() - start < 15
+    ray.get(manager.dispose.remote())
+    ray.get(manager.dispose.remote())
+    assert not [pid for pid in members if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_counts_are_checked():
+    samples = [Sample(index=i, status=Sample.Status.COMPLETED) for i in range(4)]
+    _check_complete(samples, 4)
+    with pytest.raises(RuntimeError, match="asked for 5 samples, got 4"):
+        _check_complete(samples, 5)
+    with pytest.raises(RuntimeError, match="got 4 with 3 different"):
+        _check_complete([*samples[:3], samples[0]], 4)
+    samples[2].status = Sample.Status.ABORTED
+    with pytest.raises(RuntimeError, match="1 of 4 samples are not finished: {2: 'aborted'}"):
+        _check_complete(samples, 4)
+
+
+def test_failed_rewards_are_bounded_over_all_groups():
+    fine, bad = RewardCounts(10, 0, 0, None), RewardCounts(10, 0, 1, "sample 3: ZeroDivisionError")
+    _check_rewards([fine, bad], 0.05)
+    with pytest.raises(RuntimeError, match="failed for 1 of 20 samples.*sample 3: ZeroDivisionError"):
+        _check_rewards([fine, bad], 0.04)

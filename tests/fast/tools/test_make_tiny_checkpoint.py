@@ -1,0 +1,70 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miles.tools.make_tiny_checkpoint import byte_tokenizer, make_tiny_checkpoint
+
+SIZES = dict(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_loads_what_was_written(tmp_path, family, tie):
+    make_tiny_checkpoint(tmp_path, family=family, tie=tie, seed=3, **SIZES)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert model.config.model_type == family and model.config.vocab_size == 264
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "é"}], add_generation_prompt=True)["input_ids"]
+    out = model.generate(torch.tensor([ids]), max_new_tokens=4)
+    assert len(ids) < out.shape[1] <= len(ids) + 4
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 259
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "text", ["rev 52831", "é 漢字 😀\u200d\U0001f468", " a  b , c .\n\t\r\n", "\x00\x7f'll don't", ""]
+)
+def test_any_text_comes_back(tiny_checkpoint, text):
+    for tokenizer in (byte_tokenizer(), AutoTokenizer.from_pretrained(tiny_checkpoint)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_and_padding_rows():
+    tokenizer = byte_tokenizer()
+    names = ["<|pad|>", "<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    assert tokenizer.convert_tokens_to_ids(names) == list(range(256, 261))
+    assert tokenizer.encode("a<|end|>b") == [97, 259, 98]
+    assert tokenizer.decode([97, 259], skip_special_tokens=True) == "a"
+    assert tokenizer.decode([97, 261, 263, 98]) == "ab"
+
+
+def test_a_turn_reads_as_documented():
+    messages = [{"role": "user", "content": "rev 1"}, {"role": "assistant", "content": "1"}]
+    assert byte_tokenizer().apply_chat_template(messages, tokenize=False) == "<|user|>rev 1<|assistant|>1<|end|>"
+
+
+def test_a_seed_gives_the_same_weights(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_tiny_checkpoint(tmp_path / name, seed=seed, dtype="bfloat16", init_std=0.5, **SIZES)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+    weight = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").model.embed_tokens.weight
+    assert weight.dtype == torch.bfloat16 and 0.4 < weight.float().std() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": 260}, "--vocab-size 260: the tokenizer needs at least 261"),
+        ({"num_kv_heads": 3}, "does not divide"),
+        ({"family": "qwen2", "head_dim": 32}, "qwen2 allows only"),
+    ],
+)
+def test_impossible_sizes_are_refused(tmp_path, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_tiny_checkpoint(tmp_path, **(SIZES | sizes))

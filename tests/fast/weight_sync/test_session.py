@@ -1,0 +1,91 @@
+import pytest
+
+from miles.backends.sglang_utils.client import SGLangError
+from miles.weight_sync.session import UpdateSession
+
+
+class FakeClient:
+    """Records calls; those named in `failing` raise."""
+
+    url = "http://engine"
+
+    def __init__(self, *failing):
+        self.failing, self.calls = failing, []
+
+    async def _call(self, name, *arguments):
+        self.calls.append(" ".join([name, *arguments]))
+        if name in self.failing:
+            raise SGLangError(self.url, 500, "no", 1)
+
+    async def pause(self, mode):
+        await self._call("pause", mode)
+
+    async def flush_cache(self):
+        await self._call("flush_cache")
+
+    async def update_weight_version(self, version):
+        await self._call("version", version)
+
+    async def continue_(self):
+        await self._call("continue_")
+
+    async def deliver(self):
+        await self._call("deliver")
+
+    async def close(self):
+        await self._call("close")
+
+
+async def run(client, buckets, names=("a", "b", "c")):
+    session = UpdateSession(client, names, version=3)
+    try:
+        await session.open()
+        for bucket in buckets:
+            await session.send(bucket, client.deliver())
+        await session.finish()
+    finally:
+        await session.release()
+
+
+async def test_order_of_an_update():
+    client = FakeClient()
+    await run(client, [["a", "b"], ["c"]])
+    assert client.calls == ["pause abort", "flush_cache", "deliver", "deliver", "version 3", "continue_", "close"]
+
+
+@pytest.mark.parametrize("failing", ["pause", "flush_cache", "deliver", "version"])
+async def test_a_failed_update_continues_the_engine_and_keeps_its_version(failing):
+    client = FakeClient(failing)
+    with pytest.raises(RuntimeError, match="http://engine"):
+        await run(client, [["a", "b", "c"]])
+    assert client.calls[-2:] == ["continue_", "close"]
+    assert client.calls.count("continue_") == 1
+    assert "version 3" not in client.calls or failing == "version"
+
+
+async def test_the_error_of_a_bucket_names_engine_and_tensors():
+    with pytest.raises(RuntimeError, match="http://engine did not take a bucket of 2 tensors, a to b: .*500"):
+        await run(FakeClient("deliver"), [["a", "b"]])
+
+
+async def test_the_first_error_is_kept_when_the_engine_is_gone():
+    client = FakeClient("deliver", "continue_")
+    with pytest.raises(RuntimeError, match="did not take a bucket"):
+        await run(client, [["a", "b", "c"]])
+    assert client.calls[-1] == "close"
+
+
+@pytest.mark.parametrize(
+    "buckets, message",
+    [
+        ([["a", "b"]], "1 tensors were not sent to http://engine: c"),
+        ([], "3 tensors were not sent"),
+        ([["a"], ["a"]], "a was sent to http://engine twice"),
+        ([["a", "x"]], "x was sent to http://engine twice or is not of this model"),
+    ],
+)
+async def test_what_was_sent_is_counted_before_the_version_is_set(buckets, message):
+    client = FakeClient()
+    with pytest.raises(RuntimeError, match=message):
+        await run(client, buckets)
+    assert "version 3" not in client.calls and client.calls[-2:] == ["continue_", "close"]
