@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import sys
 
 from miles.config import RunConfig
 from miles.utils.arguments import parse_args
@@ -20,7 +21,7 @@ async def run(config: RunConfig) -> None:
 
     placement = create_placement_groups(config)
     rollout = await create_rollout_manager(config, placement)
-    config = await rollout.resolved_config.remote()
+    config = await rollout.resolved_config()
     trainer = await create_training_models(config, placement)
     checkpointer = Checkpointer(config, rollout, trainer)
     handover = Handover(config, rollout, trainer)
@@ -30,7 +31,7 @@ async def run(config: RunConfig) -> None:
     await handover.initial_sync()
     await report.evaluate_before_training(rollout)
     for rollout_id in range(start, config.num_rollout):
-        batch = await rollout.generate.remote(rollout_id)
+        batch = await rollout.generate(rollout_id)
         metrics = dict(batch.metrics)
         if config.needs_trainer:
             with report.timer("train"):
@@ -41,17 +42,23 @@ async def run(config: RunConfig) -> None:
         await report.evaluate_if_due(rollout, rollout_id)
         report.step(rollout_id, metrics)
     report.summary()
-    await rollout.dispose.remote()
+    await rollout.dispose()
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line and run; a user's mistake ends in one sentence and exit code 1."""
     config = parse_args()
+
+    from ray.exceptions import RayTaskError
 
     from miles.ray.cluster import session
 
-    with session(config):
-        asyncio.run(run(config))
+    try:
+        with session(config):
+            asyncio.run(run(config))
+    except ValueError as error:
+        # An actor's ValueError arrives wrapped, with the traceback of its process as its text.
+        sys.exit(f"error: {error.cause if isinstance(error, RayTaskError) else error}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ find_python() {  # by running each candidate: a pyenv shim exists even where pye
     fi
   done
   fail "no Python 3.12 found, neither on the path nor among pyenv's versions." \
-    "Install one (apt install python3.12 python3.12-venv, or pyenv install 3.12), or name one: PYTHON=/path/to/python3.12."
+    "Install one (apt install python3.12 python3.12-venv, or pyenv install 3.12), or name one:" \
+    "make setup PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
@@ -56,15 +57,15 @@ check_disk() {  # counts what an earlier run has already put there
 }
 
 logged() {  # runs a command; its output goes to the log, and to the screen without the list of what was installed
-  "$@" 2>&1 | tee "$log" | { grep -vE '^ [+~-] |^WARNING: ' || true; }
+  "$@" 2>&1 | tee "$log" | { grep -vE '^ [+~-] |^WARNING: |^ +Downloaded ' || true; }
 }
 
 explain_failure() {
   if grep -q 'No space left on device' "$log"; then
     fail "the disk is full: the packages take about $needed_gb GB. Make room, then run the same command again."
-  elif grep -qE 'from versions: none|NewConnectionError|Failed to fetch|error sending request|timed out|dns error' "$log"; then
+  elif grep -qE 'from versions: none|Failed to fetch|Failed to download|error sending request' "$log"; then
     rm "$unfinished"  # packages are installed only once all are there: nothing was touched
-    fail "no network: the package index could not be reached (see above). Run the same command again once it can."
+    fail "no network: the package index could not be reached (see above). Run the same command again when it can."
   fi
   fail "an installation failed (see above; all of its output is in $log)."
 }
@@ -73,14 +74,20 @@ mkdir -p .venv.cache/tmp
 exec 9>.venv.lock
 flock 9  # two set-ups at once would write into the same folder
 started=$SECONDS
-if [ -e "$unfinished" ] || ! runs_python312 "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+if [ -e "$unfinished" ] || ! runs_python312 "$venv/bin/python"; then
   make_venv
 fi
 check_disk
-export TMPDIR=$PWD/.venv.cache/tmp UV_CACHE_DIR=$PWD/.venv.cache/uv VIRTUAL_ENV=$venv  # one disk, so uv links, not copies
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+index=${PIP_INDEX_URL:-$(pip config get global.index-url 2>/dev/null || true)}
+if [ -n "$index" ]; then
+  export UV_DEFAULT_INDEX=$index  # uv does not read pip's settings
+fi
+# The cache lies on the environment's disk: uv then links its files instead of copying them.
+export TMPDIR=$PWD/.venv.cache/tmp UV_CACHE_DIR=$PWD/.venv.cache/uv VIRTUAL_ENV=$venv
 touch "$unfinished"
 echo "setup: installing the packages of requirements.txt (2.5 GB to download)"
-logged "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version" || explain_failure
+logged pip install --quiet "uv==$uv_version" || explain_failure
 logged "$venv/bin/uv" pip install --compile-bytecode -r requirements.txt -e . || explain_failure
 rm -rf "$unfinished" .venv.cache
 touch "$venv/.installed"

@@ -18,7 +18,13 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny-qwen3"
     make_tiny_checkpoint(
-        folder, hidden_size=64, num_layers=2, head_dim=16, intermediate_size=128, init_std=0.1, max_position_embeddings=512
+        folder,
+        hidden_size=64,
+        num_layers=2,
+        head_dim=16,
+        intermediate_size=128,
+        init_std=0.1,
+        max_position_embeddings=512,
     )
     return folder
 

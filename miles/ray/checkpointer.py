@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from ray.actor import ActorHandle
-
 from miles.config import RunConfig
+from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
 from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, write_marker
 
@@ -14,11 +13,11 @@ class Checkpointer:
 
     Args:
         config: the run's configuration, with num_rollout set.
-        rollout: handle of the RolloutManager.
+        rollout: client of the RolloutManager.
         trainer: the trainer's ranks.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorHandle, trainer: TrainGroup):
+    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup):
         self.config = config
         self.rollout = rollout
         self.trainer = trainer
@@ -28,7 +27,7 @@ class Checkpointer:
         start = await self.trainer.start_rollout_id()
         found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
         if found is not None:
-            await self.rollout.load.remote(found[1])
+            await self.rollout.load(found[1])
         return start
 
     async def save_if_due(self, rollout_id: int) -> None:
@@ -39,7 +38,7 @@ class Checkpointer:
         if self.config.save is not None:
             root = Path(self.config.save).absolute()
             await self.trainer.save(rollout_id)
-            await self.rollout.save.remote(checkpoint_folder(root, rollout_id))
+            await self.rollout.save(checkpoint_folder(root, rollout_id))
             write_marker(root, rollout_id)
         if self.config.save_hf is not None:
             await self.trainer.export_hf(rollout_id)

@@ -1,10 +1,9 @@
 """The hand-over between the trainer and the engines: the new weights, in lockstep, with a version each."""
 
-from ray.actor import ActorHandle
-
 from miles.config import RunConfig
+from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
-from miles.weight_sync.updater import EngineTarget
+from miles.weight_sync.target import EngineTarget
 
 
 class Handover:
@@ -12,11 +11,11 @@ class Handover:
 
     Args:
         config: the run's configuration.
-        rollout: handle of the RolloutManager.
+        rollout: client of the RolloutManager.
         trainer: the trainer's ranks.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorHandle, trainer: TrainGroup):
+    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup):
         self.config = config
         self.rollout = rollout
         self.trainer = trainer
@@ -26,7 +25,7 @@ class Handover:
     async def initial_sync(self) -> None:
         """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint."""
         if self.active:
-            urls = await self.rollout.engine_urls.remote()
+            urls = await self.rollout.engine_urls()
             await self.trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
             await self.to_rollout()
 

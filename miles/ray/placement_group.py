@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.config import RunConfig
 from miles.ray.cluster import num_bundles
-from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ def _numeric(node_ip: str) -> tuple:
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in node_ip.replace(":", ".").split("."))
 
 
-async def create_rollout_manager(config: RunConfig, placement: Placement):
-    """Read the data, then start the engines; returns the RolloutManager's actor handle, ready to generate.
+async def create_rollout_manager(config: RunConfig, placement: Placement) -> ActorClient:
+    """Read the data, then start the engines; returns a client of the RolloutManager, ready to generate.
 
     The data is read first, so that a bad row stops the run before a server starts.
     """
@@ -146,8 +146,14 @@ async def create_rollout_manager(config: RunConfig, placement: Placement):
         gpu_ids = [bundle.gpu_id for bundle in bundles if bundle.gpu_id is not None]
         engine = ray.remote(SGLangEngine).options(**placement.options(bundles[0], ENGINE_SHARE))
         engines.append(engine.remote(config, rank, gpu_ids))
-    manager = ray.remote(RolloutManager).options(num_cpus=0, max_concurrency=1000).remote(config, engines)
-    await manager.start.remote()
+    manager = ActorClient(
+        "miles.ray.rollout.rollout_manager.RolloutManager",
+        config,
+        engines,
+        options={"num_cpus": 0, "max_concurrency": 1000},
+        concurrent=True,
+    )
+    await manager.start()
     return manager
 
 

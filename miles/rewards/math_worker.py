@@ -7,8 +7,9 @@ and handed on as LaTeX. (For a number the grammar found, sympy does evaluate tha
 The answer is the first that can be read of
 1. the last \\boxed or \\fbox, if there is one: then nothing else counts;
 2. what follows the last word "answer": a LaTeX formula in it, else the first plain number that no "=" follows;
-3. the last line from its last "=" on, if no word is in it: 85, or x^2+1;
+3. the last line from its last "=" on, if no word is in it and it is short: 85, or x^2+1;
 4. the whole text: its last LaTeX formula, else the last plain number.
+Of a box the first 1,000 characters are read; without a box, the last 2,000 of the text. Short is up to 200.
 LaTeX formulas stand in $...$, \\(...\\) or \\[...\\]. A plain number may be arithmetic too, such as 3*(4+5), but has no
 letters.
 """
@@ -24,6 +25,10 @@ import sys
 from math_verify import LatexExtractionConfig, parse, verify
 
 MEMORY_LIMIT_BYTES = 4 << 30
+# Characters. Parsing takes time with the square of the length; a model that rambles must not run into the time limit.
+LONGEST_BOX = 1000
+LONGEST_TAIL = 2000
+LONGEST_LINE = 200
 
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"
 _PLAIN = re.compile(
@@ -39,7 +44,8 @@ def find_answer(text: str) -> list:
     """What the text gives as its answer, as sympy objects; empty if nothing can be read."""
     text = _BOLD.sub(r"\1", text.replace(r"\fbox", r"\boxed"))
     if r"\boxed" in text:
-        return _read_latex(text[text.rindex(r"\boxed") :])
+        return _read_latex(text[text.rindex(r"\boxed") :][:LONGEST_BOX])
+    text = text[-LONGEST_TAIL:]
     anchor = text.lower().rfind("answer")
     if anchor >= 0:
         tail = text[anchor + len("answer") :]
@@ -48,7 +54,7 @@ def find_answer(text: str) -> list:
         if answer:
             return answer
     last_side = re.split("[=\n]", text.rstrip())[-1]
-    if not _WORD_OR_FORMULA.search(last_side):
+    if len(last_side) <= LONGEST_LINE and not _WORD_OR_FORMULA.search(last_side):
         answer = _read_formula(last_side)
         if answer:
             return answer

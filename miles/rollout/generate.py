@@ -73,8 +73,8 @@ class Sampling:
             room = min(room, self.max_context_len - len(sample.tokens))
         if room < 1:
             raise ValueError(
-                f"sample {sample.index}: its prompt of {len(sample.tokens)} tokens leaves no room for a response within "
-                f"--rollout-max-context-len {self.max_context_len}"
+                f"sample {sample.index}: its prompt of {len(sample.tokens)} tokens leaves no room for a response "
+                f"within --rollout-max-context-len {self.max_context_len}"
             )
         digest = hashlib.blake2b(f"{self.seed} {sample.index}".encode(), digest_size=8).digest()
         return {
@@ -147,8 +147,8 @@ class GroupGenerator:
                 await finish(group)
                 return
         raise RuntimeError(
-            f"the engine aborted sample(s) {[sample.index for sample in missing]} of group {group[0].group_index} in each "
-            f"of {self._retries + 1} attempts (--rollout-request-retries {self._retries})"
+            f"the engine aborted sample(s) {[sample.index for sample in missing]} of group {group[0].group_index} in "
+            f"each of {self._retries + 1} attempts (--rollout-request-retries {self._retries})"
         )
 
     async def _request(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
@@ -183,9 +183,7 @@ class GroupGenerator:
             )
         # What ended the response is no part of its text: an end token, or a stop text and what its token has behind it.
         ended_by_id = ids[-1] in stop_ids
-        text = self._tokenizer.decode(
-            ids[:-1] if ended_by_id else ids, skip_special_tokens=self._skip_special_tokens
-        )
+        text = self._tokenizer.decode(ids[:-1] if ended_by_id else ids, skip_special_tokens=self._skip_special_tokens)
         cut = min((place for place in map(text.find, stop_texts) if place >= 0), default=None)
         # SGLang reports `length` for whatever stands at the limit, an end token too.
         ended = ended_by_id or cut is not None or meta["finish_reason"]["type"] == "stop"

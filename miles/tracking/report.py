@@ -74,10 +74,10 @@ class Report:
         The metrics are written with the first step, under names that end in `-before_train` if it has its own.
 
         Args:
-            rollout: handle of the RolloutManager.
+            rollout: client of the RolloutManager.
         """
         if self.config.eval_interval is not None and not self.config.skip_eval_before_train and self._first == 0:
-            self._initial = await rollout.evaluate.remote(0)
+            self._initial = await rollout.evaluate(0)
             print(f"before training{_evaluations(self._initial)}", flush=True)
         self._started = self._last = time.monotonic()
 
@@ -87,7 +87,7 @@ class Report:
         if interval is None or ((rollout_id + 1) % interval and rollout_id + 1 < self.config.num_rollout):
             return
         with self.timer("eval"):
-            self._measured |= await rollout.evaluate.remote(rollout_id)
+            self._measured |= await rollout.evaluate(rollout_id)
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Writes and prints one step: `metrics`, what was measured here, and `perf/step_time`, the seconds it all took.

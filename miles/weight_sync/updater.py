@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,23 +15,7 @@ from miles.backends.sglang_utils.client import SGLangClient
 from miles.weight_sync.bucket import SharedBucket, buckets
 from miles.weight_sync.gather import NamedTensor, ParallelInfo, hf_tensors, make_plan
 from miles.weight_sync.session import UpdateSession
-
-
-@dataclass(frozen=True)
-class EngineTarget:
-    """An engine and who serves it.
-
-    source_ranks: for each tensor-parallel rank of the engine, the trainer rank on the same machine (with GPUs: on the
-    same GPU) whose memory it reads. The first of them talks to the engine.
-    """
-
-    url: str
-    tp_size: int
-    source_ranks: list[int]
-
-    def __post_init__(self) -> None:
-        if len(self.source_ranks) != self.tp_size:
-            raise ValueError(f"{self.url} has {self.tp_size} ranks, but source_ranks={self.source_ranks}")
+from miles.weight_sync.target import EngineTarget
 
 
 class WeightUpdater:
@@ -42,7 +25,8 @@ class WeightUpdater:
 
     model: this stage's GPTModel, unwrapped. checkpoint_folder: where the engines loaded their weights from.
     rank: this process in the trainer's world. group: a gloo group of all trainer ranks, for agreement.
-    buffer_size: bytes of one bucket (--update-weight-buffer-size); trainer and engine each hold one at a time.
+    buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time (the gathered
+    tensors and their flat copy), an engine maps the copy.
     Raises ValueError where names or shapes of model and checkpoint differ.
     """
 
@@ -87,6 +71,8 @@ class WeightUpdater:
                     self._send(runner, sessions, bucket)
                     sent_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
                     sent_tensors += len(bucket)
+                    # Its tensors would live on until the next bucket is full.
+                    bucket.clear()
                 self._together(runner, [session.finish() for session in sessions.values()])
             finally:
                 runner.run(_all(session.release() for session in sessions.values()))

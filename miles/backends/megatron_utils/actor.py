@@ -21,7 +21,8 @@ from miles.utils.checkpoint_folder import find_checkpoint
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
 from miles.weight_sync.gather import ParallelInfo
-from miles.weight_sync.updater import EngineTarget, WeightUpdater
+from miles.weight_sync.target import EngineTarget
+from miles.weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 

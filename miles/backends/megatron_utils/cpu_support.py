@@ -8,6 +8,7 @@ questions for a CPU; nothing else of Megatron changes. The version is asserted, 
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import types
 from collections.abc import Iterator
 
@@ -68,12 +69,13 @@ def cuda_type_names() -> Iterator[None]:
 
 def install() -> None:
     """Make this process able to build and train Megatron models on the CPU. Call once, before building a model."""
-    import megatron.core
     from megatron.core.tensor_parallel import random as megatron_random
 
-    if megatron.core.__version__ != MEGATRON_VERSION:
+    # Not megatron.core.__version__, which appends the commit of whatever git checkout the program runs in.
+    installed = importlib.metadata.version("megatron-core")
+    if installed != MEGATRON_VERSION:
         raise ValueError(
-            f"megatron-core {megatron.core.__version__} is installed, but its CPU support was written for "
+            f"megatron-core {installed} is installed, but its CPU support was written for "
             f"{MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
         )
     assert not torch.cuda.is_available(), "CPU support must not be installed where a GPU is visible"

@@ -52,7 +52,7 @@ def transformer_config(config: RunConfig, hf_config) -> TransformerConfig:
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=not on_cpu,
+        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,

@@ -1,7 +1,7 @@
 """What an SGLang server is started with: arguments, command line and environment.
 
-Miles sets what it must (model, address, parallel size, seed, dtype, no warm-up request, and the backends that a CPU needs).
-Whatever the user gives as `--sglang-<name>` is added and wins.
+Miles sets what it must: model, address, parallel size, seed, dtype, no warm-up request, and the backends that a CPU
+needs. Whatever the user gives as `--sglang-<name>` is added and wins.
 """
 
 import json
@@ -38,6 +38,8 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_por
             "grammar_backend": "none",
             "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
             "max_running_requests": CPU_MAX_RUNNING_REQUESTS,
+            # An idle scheduler otherwise keeps one core busy, which the trainer needs then.
+            "sleep_on_idle": True,
         }
     return arguments | config.sglang
 
@@ -60,9 +62,7 @@ def command_line(arguments: dict[str, object]) -> list[str]:
     return command
 
 
-def server_environment(
-    config: RunConfig, *, engine_rank: int, gpu_ids: list[int], grpc_port: int
-) -> dict[str, str]:
+def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int], grpc_port: int) -> dict[str, str]:
     """Environment of engine `engine_rank`: the caller's, with the GPUs (or CPU cores) that the server may use.
 
     `gpu_ids` are physical ids; empty on a CPU, where engines share the machine's cores evenly.
@@ -87,7 +87,8 @@ def server_environment(
         "SGLANG_USE_CPU_ENGINE": "1",
         # Otherwise each /health generates a token.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        "OMP_NUM_THREADS": str(max(1, len(cores) // (config.num_engines * tp_size))),
+        # One core is left to the HTTP and tokenizer processes: two spinning threads a core cost a factor of ten.
+        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // (config.num_engines * tp_size))),
     }
     if tp_size > 1:
         if tp_size > len(cores):

@@ -62,9 +62,7 @@ class SGLangClient:
         """
         assert len(input_ids) == len(sampling_params)
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        replies = await self._call(
-            "POST", "/generate", body, timeout=self._request_timeout, retries=self._retries
-        )
+        replies = await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=self._retries)
         if not isinstance(replies, list) or len(replies) != len(input_ids):
             got = len(replies) if isinstance(replies, list) else repr(replies)[:BODY_CHARS_IN_ERROR]
             raise RuntimeError(f"{self.url}/generate: asked for {len(input_ids)} samples, got {got}")
@@ -86,7 +84,7 @@ class SGLangClient:
         return await self._call("GET", "/model_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
 
     async def flush_cache(self, timeout: float = 60.0) -> None:
-        """Drop the prefix cache, waiting up to `timeout` seconds for running requests. Not while paused by `retract`."""
+        """Drop the prefix cache, waiting up to `timeout` seconds for running requests; not after `pause("retract")`."""
         await self._control(f"/flush_cache?timeout={timeout:g}", None)
 
     async def pause(self, mode: str) -> None:
@@ -164,8 +162,8 @@ class SGLangClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # auto_decompress and the rest stay at their defaults; limit=0 lifts the cap of 100 connections.
+            # limit=0 lifts aiohttp's cap of 100 connections.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
             self._loop = asyncio.get_running_loop()
-        assert self._loop is asyncio.get_running_loop(), "this client's session belongs to another event loop: close() it"
+        assert self._loop is asyncio.get_running_loop(), "the session belongs to another event loop: close() it there"
         return self._session

@@ -1,8 +1,8 @@
 """`python -m miles.backends.sglang_utils.cpu_server ...`: `sglang.launch_server` on a CPU, honouring `sampling_seed`.
 
-SGLang draws by a request's own seed only in deterministic mode, whose attention backends, matrix kernels and hash need a
-GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends on
-its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
+SGLang draws by a request's own seed only in deterministic mode, whose attention backends, matrix kernels and hash need
+a GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends
+on its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
 
 The hooks are registered on import because SGLang's scheduler is a spawned process, which imports the main module again.
 """

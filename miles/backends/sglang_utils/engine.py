@@ -33,9 +33,7 @@ class SGLangEngine:
         arguments = server_arguments(self._config, engine_rank=self._rank, port=port, nccl_port=nccl_port)
         self._server = ServerProcess(
             command_line(arguments),
-            server_environment(
-                self._config, engine_rank=self._rank, gpu_ids=self._gpu_ids, grpc_port=grpc_port
-            ),
+            server_environment(self._config, engine_rank=self._rank, gpu_ids=self._gpu_ids, grpc_port=grpc_port),
             Path(self._config.run_dir) / "logs" / f"engine_{self._rank}.log",
             url + "/health",
         )

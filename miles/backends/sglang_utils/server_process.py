@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
-from miles.backends.sglang_utils import die_with_parent
+from miles.backends.sglang_utils import supervisor
+from miles.backends.sglang_utils.supervisor import group_members
 
 LOG_TAIL_LINES = 30
 POLL_SECONDS = 0.2
@@ -24,7 +23,7 @@ class ServerDied(RuntimeError):
 
 
 class ServerProcess:
-    """A server in a session (and process group) of its own, killed by the kernel if the thread that started it ends.
+    """A server in a session (and process group) of its own, which ends with the thread that started it.
 
     Args:
         command: program and arguments; the program as an absolute path.
@@ -42,7 +41,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of its session and process group."""
+        """Id of the server's supervisor, which is also the id of its process group."""
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
@@ -54,7 +53,7 @@ class ServerProcess:
             log.write(shlex.join(self.command) + "\n")
             log.flush()
             self._process = subprocess.Popen(
-                [sys.executable, die_with_parent.__file__, str(os.getpid()), *self.command],
+                [sys.executable, supervisor.__file__, str(os.getpid()), *self.command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -88,31 +87,21 @@ class ServerProcess:
             f"{self._log_report()}"
         )
 
-    def terminate(self, grace: float = 1.0) -> None:
+    def terminate(self) -> None:
         """End the process and all it started; does nothing if none is left.
-
-        SIGTERM to the group; after `grace` seconds SIGKILL to the leader, whose end ends SGLang's workers and lets
-        Python's resource tracker unlink their semaphores; then SIGKILL to the group. The grace is short because SGLang,
-        told to end, drains its requests for many seconds; nothing of it is worth saving.
 
         Raises:
             RuntimeError: a process survived SIGKILL for 10 seconds.
         """
         if self._process is None:
             return
-        self._signal_group(signal.SIGTERM)
-        if self._gone_within(grace):
+        self._process.terminate()  # the supervisor ends the group in order
+        if self._gone_within(5.0):
             return
-        self._process.kill()
-        if self._gone_within(2.0):
-            return
-        self._signal_group(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         if not self._gone_within(10.0):
             raise RuntimeError(f"processes {group_members(self.pid)} of the server (pid {self.pid}) survived SIGKILL")
-
-    def _signal_group(self, sig: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, sig)
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -120,7 +109,7 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_SECONDS)
-        self._process.wait()  # reaps the leader
+        self._process.wait()  # reaps it
         return True
 
     def _answers(self) -> bool:
@@ -137,18 +126,6 @@ class ServerProcess:
     def _log_report(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return f"Last lines of {self.log_path}:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def group_members(group_id: int) -> list[int]:
-    """Ids of the living processes of a process group (a zombie is not living: it holds nothing)."""
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group_id and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
 
 
 def _how_it_ended(code: int) -> str:

@@ -94,8 +94,9 @@ class RolloutManager:
         num_rollout = prompts // config.rollout_batch_size
         if num_rollout == 0:
             raise ValueError(
-                f"--num-epoch {config.num_epoch} of --prompt-data {config.prompt_data} is {prompts} prompts, fewer than one "
-                f"rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or give --num-rollout instead"
+                f"--num-epoch {config.num_epoch} of --prompt-data {config.prompt_data} is {prompts} prompts, fewer "
+                f"than one rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or give "
+                "--num-rollout instead"
             )
         steps = max(num_rollout * config.steps_per_rollout, config.lr_warmup_iters + 1)
         decay = steps if config.lr_decay_iters is None else config.lr_decay_iters
@@ -151,7 +152,7 @@ class RolloutManager:
         await asyncio.gather(*(engine.shutdown.remote() for engine in self._engines))
 
     async def _sample_and_reward(self, groups: list[list[Sample]], sampling: Sampling, description: str) -> int:
-        """Complete all samples and set their rewards, each group's as soon as it is complete; returns failed rewards."""
+        """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed."""
         progress = Progress(description, sum(map(len, groups)))
         # The bound on failed rewards holds for all samples together, which only the sum over the groups can tell.
         unbounded = self._config.model_copy(update={"max_reward_error_fraction": 1.0})
@@ -212,5 +213,7 @@ def _check_complete(samples: list[Sample], asked: int) -> None:
     done = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
     unfinished = {sample.index: sample.status.value for sample in samples if sample.status not in done}
     if unfinished:
-        raise RuntimeError(f"{len(unfinished)} of {asked} samples are not finished: {dict(list(unfinished.items())[:10])}")
+        raise RuntimeError(
+            f"{len(unfinished)} of {asked} samples are not finished: {dict(list(unfinished.items())[:10])}"
+        )
     assert indices == sorted(indices), "samples must stay in the order of their indices"

@@ -4,9 +4,9 @@ import asyncio
 
 import ray
 
-from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 from miles.config import RunConfig
-from miles.weight_sync.updater import EngineTarget
+from miles.ray.lazy_actor import ActorClient
+from miles.weight_sync.target import EngineTarget
 
 
 class TrainGroup:
@@ -22,22 +22,26 @@ class TrainGroup:
         # A worker process of its own, so that Megatron's environment is set before torch is imported.
         environment = {"env_vars": _environment(config)}
         self.ranks = [
-            ray.remote(MegatronTrainRayActor)
-            .options(**options, runtime_env=environment)
-            .remote(config, rank, len(rank_options))
+            ActorClient(
+                "miles.backends.megatron_utils.actor.MegatronTrainRayActor",
+                config,
+                rank,
+                len(rank_options),
+                options={**options, "runtime_env": environment},
+            )
             for rank, options in enumerate(rank_options)
         ]
 
     async def _all(self, method: str, *args, per_rank: list | None = None) -> list:
         calls = [
-            getattr(actor, method).remote(*args, *(() if per_rank is None else (per_rank[rank],)))
+            getattr(actor, method)(*args, *(() if per_rank is None else (per_rank[rank],)))
             for rank, actor in enumerate(self.ranks)
         ]
         return await asyncio.gather(*calls)
 
     async def init(self) -> None:
         """Build process groups and model on every rank and load the weights."""
-        address = await self.ranks[0].master_address.remote()
+        address = await self.ranks[0].master_address()
         await self._all("init", address)
 
     async def start_rollout_id(self) -> int:

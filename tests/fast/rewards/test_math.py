@@ -164,6 +164,13 @@ def test_rewards_in_another_thread_leave_the_event_loop_free(engine_config):
     assert outcome["longest_gap"] < 0.5
 
 
+@pytest.mark.parametrize(
+    "part", ["1", "1 + ", "(", "-", "{", "$1", r"\boxed{", r"\frac{1}{", "2^", "1e", r"\( x ", "- 1 "]
+)
+def test_rambling_is_judged_in_time(pool, part):
+    assert judge(pool, "5", part * (20_000 // len(part))) == 0
+
+
 PAYLOAD = "__import__('os').system('touch {marker}')"
 WRAPPERS = [
     "{0}",

@@ -106,7 +106,6 @@ async def test_finish_reasons(engine_config, engine_server, tokenizer):
         assert sample.response == tokenizer.decode(response[:-1] if completed else response)
 
 
-
 async def test_end_token_at_the_limit_is_an_end(engine_config, engine_server, tokenizer):
     config = engine_config.model_copy(update={"rollout_max_response_len": 60, "rollout_max_context_len": None})
     samples = await run_real(config, engine_server, tokenizer, make_groups(16, 8))
@@ -129,11 +128,11 @@ async def test_stop_texts_and_ids(engine_config, engine_server, tokenizer):
     for sample in await run_real(by_id, engine_server, tokenizer, make_groups(2, 4)):
         assert sample.tokens[-1] in (*range(100, 130), END)
         assert sample.response == tokenizer.decode(sample.tokens[4:-1])
-    by_text = config.model_copy(update={"rollout_stop": list("abcdefghijklmnopqrstuvwxyz")})
+    by_text = config.model_copy(update={"rollout_stop": list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")})
     stopped = [s for s in await run_real(by_text, engine_server, tokenizer, make_groups(2, 4)) if s.tokens[-1] != END]
     assert stopped
     for sample in stopped:
-        assert chr(sample.tokens[-1]) in "abcdefghijklmnopqrstuvwxyz"
+        assert chr(sample.tokens[-1]) in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         assert sample.response == tokenizer.decode(sample.tokens[4:-1])
 
 

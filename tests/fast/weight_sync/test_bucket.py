@@ -1,3 +1,4 @@
+import os
 import shutil
 import subprocess
 import sys
@@ -42,9 +43,11 @@ READ = """
 import sys
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-for handle in sys.stdin.read().split():
+def read(handle):  # a function, so that its tensors are gone, and with them the shared memory, before the process ends
     for name, tensor in FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(handle)).reconstruct_tensors():
         print(name, tensor.dtype, tensor.tolist())
+for handle in sys.stdin.read().split():
+    read(handle)
 """
 
 
@@ -56,6 +59,8 @@ def test_an_unrelated_process_reads_each_handle_once():
     out = subprocess.run([sys.executable, "-c", READ], input=handles, capture_output=True, text=True, timeout=100)
     lines = ["a torch.float32 [[0.0, 1.0], [2.0, 3.0]]", "b torch.float32 [1.0, 1.0, 1.0]", "c torch.float32 7.0"]
     assert out.stdout.splitlines() == lines * 2, out.stderr[-2000:]
+    del shared
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")] == []
 
 
 def test_too_little_shared_memory_is_said(monkeypatch):

@@ -67,9 +67,10 @@ def check_log_probs(url, weights_folder, version):
 
 
 def open_things():
-    """Shared-memory files, and the open files of this process and of all it started."""
+    """This process's shared-memory files, and the open files of it and of all it started."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return len(os.listdir("/dev/shm")), sum(process.num_fds() for process in processes)
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+    return len(shared), sum(process.num_fds() for process in processes)
 
 
 def test_an_update_reaches_every_weight_and_leaves_nothing_behind(engine_server, tiny_checkpoint, group):
@@ -89,10 +90,12 @@ def test_an_update_reaches_every_weight_and_leaves_nothing_behind(engine_server,
     check_log_probs(engine_server, other, "1")
 
     updater.update(2)
-    opened = open_things()
+    shared_before, files_before = open_things()
     for number in range(3, 23):
         updater.update(number)
-    assert open_things() == opened
+    shared_after, files_after = open_things()
+    # A connection more or less may be closing; a leak would be one a bucket.
+    assert shared_before == shared_after and files_after <= files_before + 5
     check_log_probs(engine_server, other, "22")
 
     updater_of(tiny_checkpoint, tiny_checkpoint, engine_server, group).update(23)

@@ -25,11 +25,16 @@ def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):
 
 def test_command_line():
     command = command_line(
-        {"model_path": "m", "skip_server_warmup": True, "enable_lora": False, "max_lora_rank": None, "lora_paths": ["a", "b"]}
+        {
+            "model_path": "m",
+            "skip_server_warmup": True,
+            "enable_lora": False,
+            "max_lora_rank": None,
+            "lora_paths": [1, 2],
+        }
     )
-    assert command == [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--skip-server-warmup", "--lora-paths", "a", "b")
-    ]
+    words = "-m sglang.launch_server --model-path m --skip-server-warmup --lora-paths 1 2"
+    assert command == [sys.executable, *words.split()]
 
 
 def test_cpu_environment(engine_flags, monkeypatch):
@@ -38,12 +43,12 @@ def test_cpu_environment(engine_flags, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     config = parse_args(engine_flags)
     environment = server_environment(config, engine_rank=0, gpu_ids=[], grpc_port=5)
-    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "3"
     assert "PYTHONDONTWRITEBYTECODE" not in environment and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
 
     two = config.model_copy(update={"rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2})
     environment = server_environment(two, engine_rank=0, gpu_ids=[], grpc_port=5)
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,2|1,3" and environment["OMP_NUM_THREADS"] == "2"
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,2|1,3" and environment["OMP_NUM_THREADS"] == "1"
 
     eight = config.model_copy(update={"rollout_num_gpus_per_engine": 8, "rollout_num_gpus": 8})
     with pytest.raises(ValueError, match="needs 8 CPU cores.*may use 4"):

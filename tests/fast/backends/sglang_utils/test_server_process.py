@@ -8,14 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess, group_members
+from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess
+from miles.backends.sglang_utils.supervisor import group_members
 from miles.utils.network import free_port
 
 ROOT = Path(__file__).parents[4]
 
 HEALTHY = """
 import http.server, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
 print("child", child.pid, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -48,8 +50,8 @@ def test_start_health_and_end_with_its_children(server, tmp_path):
     process.wait_healthy(20)
     process.check()
     members = [psutil.Process(pid) for pid in group_members(process.pid)]
-    assert len(members) == 2
-    process.terminate(grace=0.5)
+    assert len(members) == 3  # with the supervisor
+    process.terminate()
     assert all(not member.is_running() or member.status() == psutil.STATUS_ZOMBIE for member in members)
     process.terminate()
     with pytest.raises(ServerDied, match="SIGTERM"):
@@ -76,14 +78,30 @@ def test_wait_is_bounded(server):
     assert "still loading" in str(caught.value)
 
 
-def test_dies_with_its_parent(tmp_path):
+def test_a_dead_server_leaves_no_children(server):
+    process = server(HEALTHY)
+    process.start()
+    process.wait_healthy(20)
+    main, *_ = psutil.Process(process.pid).children()
+    main.kill()
+    _wait_until_gone(process.pid)
+    with pytest.raises(ServerDied, match="ended by SIGKILL"):
+        process.check()
+
+
+@pytest.mark.parametrize("moment", ["starting", "running"])
+def test_ends_with_its_parent(tmp_path, moment):
     source = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from miles.backends.sglang_utils.server_process import ServerProcess
-server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ), Path("log"), "http://127.0.0.1:1/")
+port = {free_port()}
+url = f"http://127.0.0.1:{{port}}/"
+server = ServerProcess([sys.executable, "-u", "-c", {HEALTHY!r}, str(port)], dict(os.environ), Path("log"), url)
 server.start()
+if {moment == "running"}:
+    server.wait_healthy(20)
 print(server.pid, flush=True)
 sys.stdin.read()
 """
@@ -91,12 +109,13 @@ sys.stdin.read()
         [sys.executable, "-c", source], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     group = int(parent.stdout.readline())
-    deadline = time.monotonic() + 10
-    while "sleep" not in " ".join(psutil.Process(group).cmdline()[:3]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
+    _wait_until_gone(group)
+
+
+def _wait_until_gone(group):
+    deadline = time.monotonic() + 10
     while group_members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert group_members(group) == []

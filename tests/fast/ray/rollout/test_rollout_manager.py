@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from miles.backends.sglang_utils.engine import SGLangEngine
-from miles.backends.sglang_utils.server_process import group_members
+from miles.backends.sglang_utils.supervisor import group_members
 from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete, _check_rewards
 from miles.rewards import RewardCounts
 from miles.utils.arguments import parse_args
@@ -25,13 +25,13 @@ def local_ray():
     ray.shutdown()
 
 
-def server_pids():
-    """The processes of all SGLang servers that belong to this test session's Ray."""
-    return [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if "sglang.launch_server" in " ".join(process.cmdline())
-    ]
+def servers_of(folder):
+    """Ids of the processes that were started with a path in `folder`: servers, not their workers (they have titles)."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "sglang" in (line := " ".join(process.info["cmdline"] or ())) and str(folder) in line:
+            found.append(process.pid)
+    return found
 
 
 def test_bad_prompts_are_refused_on_construction(engine_flags, tmp_path):
@@ -78,19 +78,39 @@ def test_epochs_become_rollouts(engine_flags):
         asyncio.run(RolloutManager(parse_args(too_big), []).resolved_config())
 
 
-def test_a_failed_start_leaves_nothing(engine_config, local_ray, tmp_path):
-    broken = engine_config.model_copy(update={"hf_checkpoint": str(tmp_path / "nothing"), "run_dir": str(tmp_path)})
-    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(broken, 0, [])
-    manager = RolloutManager(engine_config, [engine])
-    with pytest.raises(Exception, match="exited with code 1(.|\n)*engine_0.log"):
-        asyncio.run(manager.start())
-    assert server_pids() == []
+def test_a_failed_start_ends_the_other_engines_too(engine_config, local_ray, tiny_checkpoint, tmp_path):
+    good = tmp_path / "good"
+    good.symlink_to(tiny_checkpoint)
+    configs = [
+        engine_config.model_copy(update={"hf_checkpoint": str(tmp_path / name), "run_dir": str(tmp_path)})
+        for name in ("good", "nothing")
+    ]
+    engines = [ray.remote(SGLangEngine).options(num_cpus=0).remote(config, i, []) for i, config in enumerate(configs)]
+    manager = RolloutManager(engine_config, engines)
+    groups = set()
+
+    async def start():
+        starting = asyncio.create_task(manager.start())
+        while not starting.done():
+            groups.update(os.getpgid(pid) for pid in servers_of(tmp_path))
+            await asyncio.sleep(0.1)
+        await starting
+
+    with pytest.raises(Exception, match="exited with code 1(.|\n)*engine_1.log"):
+        asyncio.run(start())
+    assert len(groups) == 2
+    deadline = time.monotonic() + 10
+    while any(map(group_members, groups)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [group_members(group) for group in groups] == [[], []]
 
 
-def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, prompt_file, tmp_path):
+def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny_checkpoint, prompt_file, tmp_path):
+    model = tmp_path / "model"
+    model.symlink_to(tiny_checkpoint)
     config = parse_args(
         [
-            *engine_flags,
+            *(str(model) if flag == str(tiny_checkpoint) else flag for flag in engine_flags),
             *("--run-dir", str(tmp_path), "--eval-interval", "1", "--eval-prompt-data", "held-out", str(prompt_file)),
             *("--n-samples-per-eval-prompt", "2", "--eval-temperature", "0", "--global-batch-size", "8"),
         ]
@@ -116,7 +136,7 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, prom
     ray.get(manager.save.remote(tmp_path))
     assert json.loads((tmp_path / "data_source.json").read_text())["sample_index"] == 16
 
-    members = group_members(server_pids()[0])
+    members = group_members(os.getpgid(servers_of(tmp_path)[0]))
     assert len(members) >= 3
     scheduler = next(pid for pid in members if "schedul" in psutil.Process(pid).name())
     request = manager.generate.remote(1)

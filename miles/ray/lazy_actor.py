@@ -1,0 +1,51 @@
+"""Actors whose class is imported only in their own process: the driver needs neither torch nor Megatron.
+
+Ray wants the class of an actor at hand; importing trainer and rollout manager would cost the driver ten seconds and half a
+gigabyte. Their classes are named by path instead, and `ActorClient` makes calling them look the same.
+"""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import ray
+
+
+class _Host:
+    """Holds an object of the class at `path` ("package.module.Class")."""
+
+    def __init__(self, path: str, *args: Any):
+        module, name = path.rsplit(".", 1)
+        self._object = getattr(importlib.import_module(module), name)(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._object, method)(*args)
+
+
+class _AsyncHost(_Host):
+    """The same for a class with coroutines: many calls run side by side in one event loop."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        result = super().call(method, *args)
+        return await result if inspect.isawaitable(result) else result
+
+
+class ActorClient:
+    """Starts an actor and calls it: `await client.method(...)` runs there; object references among the arguments are resolved.
+
+    Args:
+        path: "package.module.Class" of the object that the actor holds.
+        args: its constructor's arguments.
+        options: Ray's actor options.
+        concurrent: the class has coroutine methods, which run side by side.
+    """
+
+    def __init__(self, path: str, *args: Any, options: dict[str, Any], concurrent: bool = False):
+        host = _AsyncHost if concurrent else _Host
+        self._actor = ray.remote(host).options(**options).remote(path, *args)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):  # what pickle and copy look for
+            raise AttributeError(method)
+        return functools.partial(self._actor.call.remote, method)
