@@ -41,7 +41,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the server's supervisor, which is also the id of its process group."""
+        """Id of the process group that the server and all it starts live in."""
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
@@ -95,7 +95,7 @@ class ServerProcess:
         """
         if self._process is None:
             return
-        self._process.terminate()  # the supervisor ends the group in order
+        self._process.terminate()  # its guard then ends the group in order
         if self._gone_within(5.0):
             return
         with contextlib.suppress(ProcessLookupError):

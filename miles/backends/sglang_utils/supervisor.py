@@ -1,10 +1,11 @@
 """`python supervisor.py PARENT_PID command...`: run `command`, and end all of it when it, or the parent, ends.
 
-A process of its own between Miles and a server. The kernel tells it when the parent is gone, however that came about;
-it then ends its whole process group. SGLang's workers watch their own parent only once they have been imported, and
-would outlive a server that is killed while it starts. Linux only.
+SGLang's workers watch their own parent only once they have been imported, and would outlive a server that is killed
+while it starts. So a process of ours, the guard, starts the server and ends its whole process group. Between the guard
+and Miles stands another, the link: Ray kills the children of a worker that it ends, but not their children. Whoever
+dies, the kernel tells the next: Miles -> link -> guard -> the group. Linux only.
 
-The kernel speaks when the parent's *thread* that started this process ends: start it from a thread that stays.
+The kernel speaks when the parent's *thread* that started the link ends: start it from a thread that stays.
 """
 
 import ctypes
@@ -37,27 +38,46 @@ def group_members(group_id: int) -> list[int]:
 
 
 def main(argv: list[str]) -> None:
-    """Leads a process group of its own. Ends as the command ended: with its exit code, or by its signal."""
+    """The link. Leads the process group and ends as the command ended: with its exit code, or by its signal."""
     parent_pid, command = int(argv[0]), argv[1:]
+    _hear_of_the_end_of(parent_pid)
+    link_pid = os.getpid()
+    guard_pid = os.fork()
+    if guard_pid == 0:
+        _guard(link_pid, command)
+    code = os.waitstatus_to_exitcode(os.waitpid(guard_pid, 0)[1])
+    _exit_like(code)
+
+
+def _guard(link_pid: int, command: list[str]) -> None:
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # the parent ended before the kernel was told
-        return
+    _hear_of_the_end_of(link_pid)
     server = subprocess.Popen(command)
     while server.poll() is None and not stop:
         time.sleep(POLL_SECONDS)
-    code = _end(server)
+    code = _end(server, spare={os.getpid(), link_pid})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _exit_like(code)
+
+
+def _hear_of_the_end_of(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM when the parent ends; exit if it has ended before."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def _exit_like(code: int) -> None:
     if code < 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
-def _end(server: subprocess.Popen) -> int:
-    """End the server, let its helpers clean up, and kill what is left of the group; returns the server's code."""
+def _end(server: subprocess.Popen, spare: set[int]) -> int:
+    """End the server, let its helpers clean up, kill what is left of the group but `spare`; returns the server's code."""
     if server.poll() is None:
         os.killpg(os.getpgrp(), signal.SIGTERM)
         try:
@@ -66,7 +86,7 @@ def _end(server: subprocess.Popen) -> int:
             server.kill()
     code = server.wait()
     deadline = time.monotonic() + CLEAN_UP_SECONDS
-    while others := [pid for pid in group_members(os.getpgrp()) if pid != os.getpid()]:
+    while others := set(group_members(os.getpgrp())) - spare:
         if time.monotonic() > deadline:
             for pid in others:
                 _kill(pid)

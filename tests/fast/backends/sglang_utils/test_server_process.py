@@ -50,7 +50,7 @@ def test_start_health_and_end_with_its_children(server, tmp_path):
     process.wait_healthy(20)
     process.check()
     members = [psutil.Process(pid) for pid in group_members(process.pid)]
-    assert len(members) == 3  # with the supervisor
+    assert len(members) == 4  # link, guard, server and its child
     process.terminate()
     assert all(not member.is_running() or member.status() == psutil.STATUS_ZOMBIE for member in members)
     process.terminate()
@@ -82,11 +82,20 @@ def test_a_dead_server_leaves_no_children(server):
     process = server(HEALTHY)
     process.start()
     process.wait_healthy(20)
-    main, *_ = psutil.Process(process.pid).children()
+    (guard,) = psutil.Process(process.pid).children()
+    (main,) = guard.children()
     main.kill()
     _wait_until_gone(process.pid)
     with pytest.raises(ServerDied, match="ended by SIGKILL"):
         process.check()
+
+
+def test_ray_kills_children_of_its_workers_first(server):
+    process = server(HEALTHY)
+    process.start()
+    process.wait_healthy(20)
+    os.kill(process.pid, signal.SIGKILL)
+    _wait_until_gone(process.pid)
 
 
 @pytest.mark.parametrize("moment", ["starting", "running"])
