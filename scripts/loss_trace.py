@@ -81,23 +81,28 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     torch.distributed.destroy_process_group()
 
 
+def trace_config(checkpoint: str, ranks: int, steps: int, flags: list[str], folder: Path) -> RunConfig:
+    """The configuration of `steps` made-up rollouts of two optimizer steps each; `folder` gets a file it asks for."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "unused", "label": "unused"}\n')
+    return parse_args(
+        [
+            *("--device", "cpu", "--actor-num-gpus-per-node", str(ranks), "--colocate"),
+            *("--no-offload-train", "--no-offload-rollout", "--hf-checkpoint", checkpoint),
+            *("--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "exact"),
+            *("--num-rollout", str(steps), "--rollout-batch-size", str(NUM_SAMPLES // GROUP)),
+            *("--n-samples-per-prompt", str(GROUP), "--rollout-max-response-len", "16"),
+            *("--global-batch-size", str(NUM_SAMPLES // 2), "--lr", "0.001", "--max-logprob-abs-diff", "100"),
+            *("--data-pad-size-multiplier", "4", "--run-dir", str(folder)),
+            *flags,
+        ]
+    )
+
+
 def run(checkpoint: str, ranks: int, steps: int, flags: list[str]) -> list[dict[str, float]]:
     """The metrics of each rollout under `ranks` processes and train.py's `flags`."""
     with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text('{"input": "unused", "label": "unused"}\n')
-        config = parse_args(
-            [
-                *("--device", "cpu", "--actor-num-gpus-per-node", str(ranks), "--colocate"),
-                *("--no-offload-train", "--no-offload-rollout", "--hf-checkpoint", checkpoint),
-                *("--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "exact"),
-                *("--num-rollout", str(steps), "--rollout-batch-size", str(NUM_SAMPLES // GROUP)),
-                *("--n-samples-per-prompt", str(GROUP), "--rollout-max-response-len", "16"),
-                *("--global-batch-size", str(NUM_SAMPLES // 2), "--lr", "0.001", "--max-logprob-abs-diff", "100"),
-                *("--data-pad-size-multiplier", "4", "--run-dir", folder),
-                *flags,
-            ]
-        )
+        config = trace_config(checkpoint, ranks, steps, flags, Path(folder))
         result = Path(folder) / "trace.json"
         port = free_ports(1, "127.0.0.1")[0]
         multiprocessing.spawn(trace, args=(ranks, config, steps, port, result), nprocs=ranks)

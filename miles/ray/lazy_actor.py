@@ -13,13 +13,23 @@ import ray
 
 
 class _Host:
-    """Holds an object of the class at `path` ("package.module.Class")."""
+    """Holds an object of the class at `path` ("package.module.Class").
+
+    A ValueError of the object's constructor is raised by every call: from here Ray would report it as the death of the
+    actor, and its sentence would be lost in a traceback.
+    """
 
     def __init__(self, path: str, *args: Any):
         module, name = path.rsplit(".", 1)
-        self._object = getattr(importlib.import_module(module), name)(*args)
+        self._refusal: ValueError | None = None
+        try:
+            self._object = getattr(importlib.import_module(module), name)(*args)
+        except ValueError as error:
+            self._refusal = error
 
     def call(self, method: str, *args: Any) -> Any:
+        if self._refusal is not None:
+            raise self._refusal
         return getattr(self._object, method)(*args)
 
 

@@ -124,7 +124,11 @@ def _sorted_bundles(group: PlacementGroup, count: int, on_gpu: bool) -> tuple[Bu
     for probe in probes:
         ray.kill(probe)
     bundles = [Bundle(index, node_ip, gpu_id) for index, (node_ip, gpu_id) in enumerate(places)]
-    return tuple(sorted(bundles, key=lambda b: (_numeric(b.node_ip), -1 if b.gpu_id is None else b.gpu_id, b.index)))
+    return tuple(sorted(bundles, key=_rank_order))
+
+
+def _rank_order(bundle: Bundle) -> tuple:
+    return _numeric(bundle.node_ip), -1 if bundle.gpu_id is None else bundle.gpu_id, bundle.index
 
 
 def _numeric(node_ip: str) -> tuple:

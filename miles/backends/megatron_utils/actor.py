@@ -3,6 +3,7 @@
 import logging
 import os
 
+import numpy as np
 import ray
 import torch
 import torch.distributed as dist
@@ -140,9 +141,8 @@ class MegatronTrainRayActor:
 
     def _check_log_probs(self, log_probs: torch.Tensor, shard: TrainShard, rollout_id: int) -> None:
         """Once, on the last stage, before any training: do engine and trainer hold the same model?"""
-        mask = torch.from_numpy(shard.batch["loss_masks"]) > 0
-        gaps = (log_probs - torch.from_numpy(shard.batch["rollout_log_probs"])).abs()[mask]
-        total = torch.tensor([gaps.sum().item(), float(len(gaps))], device=self.config.device)
+        gaps = np.abs(log_probs.numpy() - shard.batch["rollout_log_probs"])[shard.batch["loss_masks"] > 0]
+        total = torch.tensor([gaps.sum(), len(gaps)], dtype=torch.float32, device=self.config.device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         mean = (total[0] / total[1].clamp(min=1)).item()
         bound = self.config.max_logprob_abs_diff

@@ -123,7 +123,7 @@ def build_train_state(config: RunConfig, model: GPTModel, total_steps: int) -> T
         use_distributed_optimizer=config.use_distributed_optimizer,
     )
     with cpu_support.cuda_type_names():
-        optimizer = get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(optimizer_config, [wrapped])
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from miles.backends.megatron_utils import cpu_support
 from miles.backends.megatron_utils.layers import packed_sequences
+from miles.backends.megatron_utils.logits import response_logits
 from miles.backends.megatron_utils.model import TrainState
 from miles.config import RunConfig
 from miles.training.packing import PackedBatch, pack
@@ -37,10 +38,17 @@ def run_micro_batches(
     def forward_step(iterator, model):
         packed = next(iterator)
         boundaries = packed_sequences(packed.cu_seqlens, packed.position_ids_T, packed.max_seqlen)
-        output = model(packed.tokens_T[None], packed.position_ids_T[None], None, packed_seq_params=boundaries)
+        output = model(
+            packed.tokens_T[None],
+            packed.position_ids_T[None],
+            None,
+            packed_seq_params=boundaries,
+            output_processor=response_logits,
+            output_processor_context=packed,
+        )
 
-        def finish(logits_1TV: torch.Tensor):
-            loss, collected = function(logits_1TV[0].index_select(0, packed.logit_index_N), packed)
+        def finish(logits_NV: torch.Tensor):
+            loss, collected = function(logits_NV, packed)
             # The second value would divide the loss; it is divided already.
             return loss, torch.ones((), dtype=torch.int, device=loss.device), collected
 

@@ -46,7 +46,9 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_por
 
 def command_line(arguments: dict[str, object]) -> list[str]:
     """The command that starts a server with `arguments`. None and False mean: leave SGLang's default."""
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    # On a CPU our own entry to the same server, which honours the seed of each request.
+    on_cpu = arguments.get("device") == "cpu"
+    command = [sys.executable, "-m", "miles.backends.sglang_utils.cpu_server" if on_cpu else "sglang.launch_server"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is None or value is False:

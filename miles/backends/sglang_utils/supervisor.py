@@ -77,7 +77,7 @@ def _exit_like(code: int) -> None:
 
 
 def _end(server: subprocess.Popen, spare: set[int]) -> int:
-    """End the server, let its helpers clean up, kill what is left of the group but `spare`; returns the server's code."""
+    """End the server, let its helpers clean up, kill the rest of the group but `spare`; returns the server's code."""
     if server.poll() is None:
         os.killpg(os.getpgrp(), signal.SIGTERM)
         try:

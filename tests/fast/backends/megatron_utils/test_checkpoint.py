@@ -1,0 +1,179 @@
+"""A loaded trainer continues as the one that saved: to the last bit in the same layout, to rounding in another."""
+
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.utils.network import free_ports
+
+ROOT = Path(__file__).parents[4]
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+# A schedule that moves, so that its position matters.
+SCHEDULE = ("--lr-warmup-iters", "3", "--lr-decay-style", "linear")
+SAVED_AFTER, ROLLOUTS = 0, 3  # of two optimizer steps each
+
+# name -> (ranks, flags); each is trained to the end and saves after rollouts 0 and 1.
+STRAIGHT = {
+    "alone": (1, ()),
+    "alone, no optimizer saved": (1, ("--no-save-optim",)),
+    "alone, plain optimizer": (1, ("--no-use-distributed-optimizer",)),
+    "DP 2": (2, ()),
+    "TP 2": (2, TP2),
+}
+# name -> (the run whose checkpoints it loads, ranks, flags); in new processes, trained to the end.
+RESUMED = {
+    "alone": ("alone", 1, ()),
+    "alone, plain optimizer": ("alone, plain optimizer", 1, ("--no-use-distributed-optimizer",)),
+    "chosen step": ("alone", 1, ("--ckpt-step", "1")),
+    "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
+    "no optimizer saved": ("alone, no optimizer saved", 1, ()),
+    "no optimizer saved or wanted": ("alone, no optimizer saved", 1, ("--no-load-optim",)),
+    "no marker": ("no marker", 1, ()),
+    "TP 2 to alone": ("TP 2", 1, ()),
+    "DP 2 to alone": ("DP 2", 1, ()),
+    "DP 2": ("DP 2", 2, ()),
+    "TP 2": ("TP 2", 2, TP2),
+    "TP 2 to PP 2": ("TP 2", 2, PP2),
+    "alone to DP 2": ("alone", 2, ()),
+}
+
+
+@pytest.fixture
+def results(run_ranks, tiny_checkpoint, tmp_path):
+    """What each run wrote: {"start", "weights": [digest at the start and after each rollout], "metrics", "error"}."""
+    for phase, runs in (("straight", STRAIGHT), ("resumed", RESUMED)):
+        (tmp_path / phase).mkdir()
+        ports = dict(zip(runs, free_ports(len(runs)), strict=True))
+        run_ranks(__file__, 2, phase, str(tiny_checkpoint), str(tmp_path), json.dumps(ports))
+        if phase == "straight":
+            spoil(tmp_path)
+
+    def read(phase, name):
+        return json.loads((tmp_path / phase / f"{name}.json").read_text())
+
+    return read
+
+
+def spoil(folder):
+    """Set the marker back to the first checkpoint, and lay down what a killed run may leave behind."""
+    from miles.utils.checkpoint_folder import write_marker
+
+    for name in STRAIGHT:
+        assert (folder / name / "iter_0000001").is_dir()
+        write_marker(folder / name, SAVED_AFTER)
+        (folder / name / "iter_0000009" / "model").mkdir(parents=True)
+    (folder / "no marker" / "iter_0000000" / "model").mkdir(parents=True)
+
+
+def test_save_and_load(results):
+    straight = results("straight", "alone")
+    assert len(set(straight["weights"])) == ROLLOUTS + 1
+    # Saving and leaving out the optimizer change nothing.
+    assert results("straight", "alone, no optimizer saved") == straight
+
+    # The same layout: to the last bit, weights and metrics.
+    for name in ("alone", "alone, plain optimizer", "DP 2", "TP 2"):
+        resumed, original = results("resumed", name), results("straight", name)
+        assert resumed["start"] == 1
+        assert resumed["weights"] == original["weights"][1:], name
+        assert resumed["metrics"] == original["metrics"][1:], name
+    chosen = results("resumed", "chosen step")
+    assert (chosen["start"], chosen["weights"]) == (2, straight["weights"][2:])
+    assert chosen["metrics"] == straight["metrics"][2:]
+
+    # Another layout: to rounding.
+    for name in ("TP 2 to alone", "DP 2 to alone", "TP 2 to PP 2", "alone to DP 2"):
+        resumed = results("resumed", name)
+        assert resumed["start"] == 1
+        for found, expected in zip(resumed["metrics"], straight["metrics"][1:], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+    # Weights only: those of the checkpoint, with a schedule and an optimizer that start anew.
+    for name in ("no optimizer wanted", "no optimizer saved or wanted"):
+        fresh = results("resumed", name)
+        assert (fresh["start"], fresh["weights"][0]) == (1, straight["weights"][1])
+        assert fresh["metrics"][0]["train/step"] == 2 and fresh["weights"][1] != straight["weights"][2]
+    refused = results("resumed", "no optimizer saved")
+    assert "iter_0000000 holds no optimizer state" in refused["error"] and "--no-load-optim" in refused["error"]
+
+    # No marker: a new run from the Hugging Face weights, whatever lies there.
+    assert results("resumed", "no marker") == {**straight, "start": 0}
+
+
+def main(rank, phase, checkpoint, folder, ports):
+    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
+    tracing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tracing)
+    if phase == "straight":
+        runs = {name: (name, ranks, (*flags, "--save", str(folder / name))) for name, (ranks, flags) in STRAIGHT.items()}
+    else:
+        runs = {
+            name: (name, ranks, (*flags, "--load", str(folder / source)))
+            for name, (source, ranks, flags) in RESUMED.items()
+        }
+    alone = [run for run in runs.values() if run[1] == 1]
+    together = [run for run in runs.values() if run[1] == 2]
+    # First each rank for itself, then both together.
+    for name, ranks, flags in alone[rank::2] + together:
+        scratch = folder / phase / f"{name}, rank {rank}"
+        scratch.mkdir()
+        config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*SCHEDULE, *flags], scratch)
+        result = run(tracing, config, rank if ranks == 2 else 0, ranks, ports[name])
+        if result["error"] or result["metrics"][-1]:
+            (folder / phase / f"{name}.json").write_text(json.dumps(result))
+
+
+def run(tracing, config, rank, ranks, port):
+    import torch
+    from megatron.core import parallel_state
+
+    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+    from miles.training.schedule import plan_rollout, shard
+
+    torch.set_num_threads(1)
+    actor = MegatronTrainRayActor(config, rank, ranks)
+    result = {"start": None, "weights": [], "metrics": [], "error": None}
+    try:
+        actor.init(f"127.0.0.1:{port}")
+    except ValueError as error:
+        result["error"] = str(error)
+    else:
+        batch = tracing.made_up_rollout(actor.hf_config.vocab_size)
+        plan = plan_rollout(
+            batch,
+            global_batch_size=config.global_batch_size,
+            dp_size=config.data_parallel_size,
+            micro_batch_size=config.micro_batch_size,
+            max_tokens=config.max_tokens_per_gpu,
+            per_token_loss=config.calculate_per_token_loss,
+        )
+        mine = shard(batch, plan, parallel_state.get_data_parallel_rank())
+        result["start"] = actor.start_rollout_id()
+        result["weights"].append(digest(actor.model))
+        for rollout_id in range(result["start"], ROLLOUTS):
+            metrics = actor.train(rollout_id, mine)
+            result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
+            result["weights"].append(digest(actor.model))
+            if config.save is not None and rollout_id < 2:
+                actor.save(rollout_id)
+        torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return result
+
+
+def digest(model):
+    """Of every bit of the rank's weights."""
+    values = hashlib.sha256()
+    for parameter in model.parameters():
+        values.update(parameter.detach().numpy().tobytes())
+    return values.hexdigest()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[4], sys.argv[5], Path(sys.argv[6]), json.loads(sys.argv[7]))

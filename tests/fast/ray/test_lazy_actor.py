@@ -1,0 +1,122 @@
+import asyncio
+import time
+
+import pytest
+import ray
+
+from miles.ray.lazy_actor import ActorClient
+
+# Importable in the actors' processes only, as Megatron's and SGLang's classes are meant to be.
+MODULE = '''
+import asyncio
+
+
+class Counter:
+    def __init__(self, start, step=1):
+        if start < 0:
+            raise ValueError(f"start is {start}, it must not be negative")
+        self.value, self.step = start, step
+
+    def add(self, *values):
+        self.value += self.step * sum(values)
+        return self.value
+
+    def refuse(self, value):
+        raise ValueError(f"{value} is refused")
+
+    def fail(self):
+        raise KeyError("name")
+
+
+class Meeting:
+    """Returns only once `count` calls wait at the same time."""
+
+    def __init__(self, count):
+        self.count, self.waiting = count, 0
+
+    async def meet(self, name):
+        self.waiting += 1
+        while self.waiting < self.count:
+            await asyncio.sleep(0.01)
+        return name
+
+    def plain(self):
+        return self.waiting
+
+    async def refuse(self):
+        raise ValueError("not today")
+'''
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """Ray options of an actor that can import `lazy_example`."""
+    folder = tmp_path_factory.mktemp("path")
+    (folder / "lazy_example.py").write_text(MODULE)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(folder)}}}
+    ray.shutdown()
+
+
+def test_methods_and_references(options):
+    with pytest.raises(ModuleNotFoundError):
+        import lazy_example  # noqa: F401
+
+    counter = ActorClient("lazy_example.Counter", 10, 2, options=options)
+
+    async def go():
+        first = counter.add(1, 2)
+        assert await first == 16
+        # A reference among the arguments arrives as what it stands for.
+        return await counter.add(ray.put(4), first)
+
+    assert asyncio.run(go()) == 56
+
+
+def test_errors_keep_their_type(options):
+    counter = ActorClient("lazy_example.Counter", 0, options=options)
+
+    async def go():
+        with pytest.raises(ValueError, match="7 is refused") as caught:
+            await counter.refuse(7)
+        assert str(caught.value.cause) == "7 is refused"
+        with pytest.raises(KeyError):
+            await counter.fail()
+        with pytest.raises(AttributeError, match="no_such_method"):
+            await counter.no_such_method()
+        assert await counter.add(1) == 1  # it lives on
+
+    asyncio.run(go())
+
+
+def test_coroutines_run_side_by_side(options):
+    meeting = ActorClient("lazy_example.Meeting", 3, options=options, concurrent=True)
+
+    async def go():
+        names = await asyncio.wait_for(asyncio.gather(*(meeting.meet(name) for name in "abc")), timeout=60)
+        with pytest.raises(ValueError, match="not today"):
+            await meeting.refuse()
+        return names, await meeting.plain()
+
+    assert asyncio.run(go()) == (["a", "b", "c"], 3)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_an_error_of_the_constructor_keeps_its_type(options, concurrent):
+    counter = ActorClient("lazy_example.Counter", -1, options=options, concurrent=concurrent)
+
+    async def go():
+        with pytest.raises(ValueError, match="start is -1, it must not be negative"):
+            await counter.add(1)
+
+    start = time.monotonic()
+    asyncio.run(go())
+    assert time.monotonic() - start < 30
+
+
+def test_private_names_are_not_methods(options):
+    counter = ActorClient("lazy_example.Counter", 0, options=options)
+    with pytest.raises(AttributeError):
+        counter._value
+    with pytest.raises(AttributeError):
+        counter.__deepcopy__
