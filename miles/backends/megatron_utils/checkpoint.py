@@ -75,11 +75,12 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
 
 
 def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) -> dict:
-    model_state = state.model.module.sharded_state_dict(metadata=_OPTIMIZER_METADATA)
+    metadata = dict(_OPTIMIZER_METADATA)  # a copy: Megatron adds this world's process group to it
+    model_state = state.model.module.sharded_state_dict(metadata=metadata)
     result = {"model": model_state}
     if with_optimizer:
         result["optimizer"] = state.optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=_OPTIMIZER_METADATA
+            model_state, is_loading=is_loading, metadata=metadata
         )
         result["scheduler"] = state.scheduler.state_dict()
     return result

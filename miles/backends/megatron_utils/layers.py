@@ -1,8 +1,8 @@
-"""Layer parts for Megatron's local specification: RMSNorm, attention and rotary embedding over packed sequences.
+"""Layer parts for Megatron's local specification: RMSNorm, and attention with rotary positions over packed sequences.
 
-Shapes: T tokens of all packed sequences, S sequences, L longest sequence, N heads, D head size.
-A micro-batch is one row of T tokens. Only attention and rotary positions know where sequences begin: the boundaries travel
-to them in `PackedSequences`, Megatron's own argument for this purpose, so that everything else sees a plain sequence.
+Shapes: T tokens of all packed sequences, S sequences, L longest sequence, N heads, D head size, R its rotated part.
+A micro-batch is one row of T tokens. Only attention knows where sequences begin: boundaries and positions travel to it in
+`PackedSequences`, Megatron's own argument for this purpose, so that everything else sees a plain sequence.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,23 @@ class PackedSequences(PackedSeqParams):
 
     Args:
         cu_seqlens_q: int32 [S + 1], where each sequence starts; the last entry is T.
-        position_ids_T: int64 [T], each token's position in its own sequence.
+        cos_T1R, sin_T1R: float32 [T, 1, R], of each token's rotary angles at its position in its own sequence.
         padded_index_SL: on a CPU, int64 [S, L] per group of sequences of like length: the token at each place of the
             group's padded layout (the first token of all where there is none).
         padded_place_T: on a CPU, int64 [T]: each token's place in the flattened padded layouts of all groups.
     """
 
-    position_ids_T: torch.Tensor = None
+    cos_T1R: torch.Tensor = None
+    sin_T1R: torch.Tensor = None
     padded_index_SL: tuple[torch.Tensor, ...] = ()
     padded_place_T: torch.Tensor = None
 
 
-def packed_sequences(cu_seqlens: torch.Tensor, position_ids_T: torch.Tensor, max_seqlen: int) -> PackedSequences:
-    """Build the boundaries of a micro-batch from int32 [S + 1] starts, int64 [T] positions and the longest length."""
+def packed_sequences(
+    cu_seqlens: torch.Tensor, position_ids_T: torch.Tensor, max_seqlen: int, rotary: RotaryEmbedding
+) -> PackedSequences:
+    """The boundaries of a micro-batch from int32 [S + 1] starts, int64 [T] positions and the longest length."""
+    angles_T1R = rotary.get_emb(max_seqlen)[:, 0].index_select(0, position_ids_T)
     padded_index, padded_place = (), None
     if cu_seqlens.device.type == "cpu":
         padded_index, padded_place = _padded_layouts(cu_seqlens.long(), position_ids_T)
@@ -43,7 +47,8 @@ def packed_sequences(cu_seqlens: torch.Tensor, position_ids_T: torch.Tensor, max
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
-        position_ids_T=position_ids_T,
+        cos_T1R=angles_T1R.cos(),
+        sin_T1R=angles_T1R.sin(),
         padded_index_SL=padded_index,
         padded_place_T=padded_place,
     )
@@ -79,22 +84,34 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary frequencies [T, 1, 1, D] of the packed tokens' own positions, from Megatron's embedding."""
+class _Rotate(torch.autograd.Function):
+    """Rotary position embedding (Su et al. 2021, eq. 34, halves instead of pairs), computed in float32.
 
-    def __init__(self, rotary: RotaryEmbedding):
-        super().__init__()
-        self.rotary = rotary
+    Rounding the angles' cosines to bfloat16 would be the largest difference between trainer and engine. A rotation's
+    gradient is the rotation back, so nothing but the angles is kept.
+    """
 
-    def get_rotary_seq_len(self, _context, _decoder, _input, _config, packed: PackedSequences) -> PackedSequences:
-        return packed
+    @staticmethod
+    def forward(ctx, x_TND, cos_T1R, sin_T1R):
+        ctx.save_for_backward(cos_T1R, sin_T1R)
+        return _rotated(x_TND, cos_T1R, sin_T1R)
 
-    def forward(self, packed: PackedSequences, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
-        return self.rotary(packed.max_seqlen_q).index_select(0, packed.position_ids_T)
+    @staticmethod
+    def backward(ctx, grad_TND):
+        cos_T1R, sin_T1R = ctx.saved_tensors
+        return _rotated(grad_TND, cos_T1R, -sin_T1R), None, None
+
+
+def _rotated(x_TND: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+    size = cos_T1R.shape[-1]
+    x_TNR = x_TND[..., :size].float()
+    first, second = x_TNR.chunk(2, dim=-1)
+    rotated = (x_TNR * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R).to(x_TND.dtype)
+    return rotated if size == x_TND.shape[-1] else torch.cat((rotated, x_TND[..., size:]), dim=-1)
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, grouped queries allowed.
+    """Rotary positions, then causal attention within each packed sequence; grouped queries allowed.
 
     On a GPU torch's variable-length flash attention, on a CPU one scaled-dot-product call over the padded layout.
     """
@@ -117,9 +134,10 @@ class PackedAttention(MegatronModule):
         self, query, key, value, attention_mask, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ) -> torch.Tensor:
         """query [T, 1, N, D], key and value [T, 1, N_kv, D] -> [T, 1, N * D]."""
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        packed = packed_seq_params
+        query, key = (_Rotate.apply(x.squeeze(1), packed.cos_T1R, packed.sin_T1R) for x in (query, key))
         attend = self._varlen if query.is_cuda else self._padded
-        return attend(query, key, value, packed_seq_params).flatten(1).unsqueeze(1)
+        return attend(query, key, value.squeeze(1), packed).flatten(1).unsqueeze(1)
 
     def _padded(self, query, key, value, packed: PackedSequences) -> torch.Tensor:
         outputs = []

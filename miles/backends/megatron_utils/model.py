@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -15,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from miles.backends.megatron_utils import cpu_support
 from miles.backends.megatron_utils.hf import family_for, padded_vocab_size
-from miles.backends.megatron_utils.layers import PackedAttention, PackedRotaryEmbedding, RMSNorm
+from miles.backends.megatron_utils.layers import PackedAttention, RMSNorm
 from miles.config import RunConfig
 
 
@@ -86,16 +87,25 @@ def build_model(config: RunConfig, hf_config) -> GPTModel:
     megatron_config = transformer_config(config, hf_config)
     kwargs = family_for(hf_config).gpt_kwargs(hf_config)
     kwargs["vocab_size"] = padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size)
+    rotary = RotaryEmbedding(
+        megatron_config.kv_channels,
+        kwargs.pop("rotary_percent"),
+        rotary_base=kwargs.pop("rotary_base"),
+        rope_scaling=kwargs.pop("rope_scaling", False),
+        rope_scaling_factor=kwargs.pop("rope_scaling_factor", 1.0),
+        use_cpu_initialization=config.device == "cpu",
+    )
     model = GPTModel(
         config=megatron_config,
         transformer_layer_spec=block_spec(megatron_config),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        position_embedding_type="rope",
+        # Our attention rotates queries and keys itself.
+        position_embedding_type="none",
         **kwargs,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(model.rotary_pos_emb)
+    model.rotary = rotary
     return model.to(config.device)
 
 

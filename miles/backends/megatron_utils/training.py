@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 
 from miles.backends.megatron_utils import cpu_support
 from miles.backends.megatron_utils.layers import packed_sequences
@@ -37,7 +38,8 @@ def run_micro_batches(
 
     def forward_step(iterator, model):
         packed = next(iterator)
-        boundaries = packed_sequences(packed.cu_seqlens, packed.position_ids_T, packed.max_seqlen)
+        rotary = unwrap_model(model).rotary
+        boundaries = packed_sequences(packed.cu_seqlens, packed.position_ids_T, packed.max_seqlen, rotary)
         output = model(
             packed.tokens_T[None],
             packed.position_ids_T[None],
