@@ -1,0 +1,228 @@
+"""`python train.py` as a user starts it: real Ray, real Megatron, a real SGLang server."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from miles.tracking.metrics import describe
+
+ROOT = Path(__file__).parents[2]
+# Rewards that differ within a group, so that there is something to learn.
+REWARD = """
+async def share_of_even_bytes(config, sample):
+    response = sample.tokens[-sample.response_length :]
+    return sum(token % 2 == 0 for token in response) / len(response)
+"""
+# Mean difference of trainer and engine log-probabilities; measured: 4e-7. One step moves them by more than 0.1.
+GAP = 1e-5
+COLOCATED = ("--actor-num-gpus-per-node", "1", "--colocate", "--no-offload-train", "--no-offload-rollout")
+
+
+class Run:
+    """A `train.py` process and all that it starts, by id."""
+
+    def __init__(self, flags, folder):
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        self.log = folder.with_suffix(".log")
+        self.started = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = psutil.Popen(
+                [sys.executable, str(ROOT / "train.py"), *flags, "--run-dir", str(folder)],
+                env={**environment, "PYTHONPATH": str(folder.parent)},
+                cwd=folder.parent,
+                stdout=log,
+                stderr=log,
+            )
+        self.children = set()
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait(self, text=None, timeout=120):
+        """Wait for the end, or until `text` is in the output; returns the exit code, or None."""
+        while self.process.poll() is None and not (text and text in self.output):
+            if time.monotonic() - self.started > timeout:
+                pytest.fail(f"no end and no {text!r} within {timeout} s:\n{self.output[-3000:]}")
+            try:
+                self.children.update(self.process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                pass
+            time.sleep(0.05)
+        return self.process.returncode
+
+    def left(self, seconds=20):
+        """What still runs of the children seen, `seconds` after the end at the latest."""
+        deadline = time.monotonic() + seconds
+        while alive := [child for child in self.children if _lives(child)]:
+            if time.monotonic() > deadline:
+                return alive
+            time.sleep(0.1)
+        return []
+
+    def end(self):
+        for process in (self.process, *self.children):
+            if _lives(process):
+                process.kill()
+
+
+def _lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def train(tmp_path, tiny_checkpoint, prompt_file):
+    """Starts a run of three rollouts of two steps: `train(name, *flags)`; its folder is tmp_path / name."""
+    (tmp_path / "test_rewards.py").write_text(REWARD)
+    runs = []
+
+    def start(name, *flags, prompts=prompt_file, device="cpu", rollouts=3):
+        base = [
+            *("--device", device, "--hf-checkpoint", str(tiny_checkpoint), "--prompt-data", str(prompts)),
+            *("--custom-rm-path", "test_rewards.share_of_even_bytes", "--rollout-shuffle"),
+            *("--num-rollout", str(rollouts)),
+            *("--rollout-batch-size", "3", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"),
+            *("--rollout-max-context-len", "64", "--global-batch-size", "6", "--lr", "0.01"),
+            *("--data-pad-size-multiplier", "8", "--rollout-engine-start-timeout", "100"),
+        ]
+        runs.append(Run([*base, *flags], tmp_path / name))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(steps):
+    return [{k: v for k, v in step.items() if k != "wall_time" and not k.startswith("perf/")} for step in steps]
+
+
+def check_steps(steps, count):
+    """Whole, finite, documented, and with the same weights on both sides after every sync."""
+    assert [step["step"] for step in steps] == list(range(count))
+    for step in steps:
+        names = step.keys() - {"step", "wall_time"}
+        assert [name for name in names if describe(name) is None] == []
+        assert names >= {"rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm"}
+        assert names >= {"perf/rollout_time", "perf/train_time", "perf/update_weights_time", "perf/step_time"}
+        assert all(math.isfinite(step[name]) for name in names)
+        assert 0 <= step["rollout/raw_reward"] <= 1 and step["rollout/response_len/max"] <= 8
+        assert step["train/grad_norm"] > 1e-3
+        assert step["train/train_rollout_logprob_abs_diff"] < GAP
+
+
+@pytest.mark.timeout(400)
+def test_a_run_and_the_same_killed_and_resumed(train, tmp_path, tiny_checkpoint):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def flags(name):
+        return (*COLOCATED, "--save", str(tmp_path / f"{name} checkpoints"), "--save-interval", "1")
+
+    straight = train("straight", *flags("straight"), "--save-hf", str(tmp_path / "hf_{rollout_id}"))
+    assert straight.wait() == 0, straight.output[-3000:]
+    assert straight.left() == []
+    steps = steps_of(tmp_path / "straight")
+    check_steps(steps, 3)
+    assert "step 3/3" in straight.output and "Traceback" not in straight.output
+    assert list((tmp_path / "straight" / "tensorboard").iterdir())
+
+    # A high learning rate: the weights move far, and in every step both sides still agree.
+    models = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny_checkpoint, tmp_path / "hf_2")]
+    assert models[0].keys() == models[1].keys()
+    assert max((models[0][name] - models[1][name]).abs().max() for name in models[0]) > 0.02
+    assert all(weight.isfinite().all() for weight in models[1].values())
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf_2")("ab").input_ids == [97, 98]
+
+    # Killed without a word in its third rollout, once the checkpoint of the second is complete.
+    killed = train("resumed", *flags("resumed"), "--no-use-tensorboard")
+    assert killed.wait(text="step 2/3") is None, killed.output[-3000:]
+    assert len(killed.children) > 5
+    killed.process.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert killed.left() == []
+    checkpoints = tmp_path / "resumed checkpoints"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+
+    resumed = train("resumed", *flags("resumed"), "--load", str(checkpoints), "--no-use-tensorboard")
+    assert resumed.wait() == 0, resumed.output[-3000:]
+    assert resumed.left() == []
+    assert "step 1/3" not in resumed.output and "step 2/3" not in resumed.output
+    positions = [tmp_path / f"{name} checkpoints" / "iter_0000002" / "data_source.json" for name in ("straight", "resumed")]
+    assert positions[0].read_text() == positions[1].read_text()
+    assert without_times(steps_of(tmp_path / "resumed")) == without_times(steps)
+
+
+def test_two_trainer_ranks_beside_an_engine_end_on_sigterm(train, tmp_path):
+    parallel = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    run = train("split", *parallel, "--rollout-num-gpus", "1", rollouts=1000)
+    assert run.wait(text="step 3/1000") is None, run.output[-3000:]
+    assert len(run.children) > 5
+    run.process.terminate()
+    run.wait(timeout=150)
+    assert run.process.returncode != 0
+    assert run.left() == []
+    steps = steps_of(tmp_path / "split")
+    check_steps(steps, len(steps))
+
+
+def test_a_gap_between_trainer_and_engine_stops_the_run(train, tmp_path):
+    run = train("tight", *COLOCATED, "--max-logprob-abs-diff", "1e-12", "--no-use-tensorboard")
+    assert run.wait() == 1
+    assert "after the first weight sync the trainer's and the engine's log-probabilities of rollout 0" in run.output
+    assert "the bound is 1e-12 (--max-logprob-abs-diff)" in run.output
+    assert run.left() == []
+
+
+BAD_ROWS = '{"input": "a", "label": "1"}\n{"input": "b"\n{"input": "c"}\n'
+
+
+def test_bad_prompts_are_refused_before_an_engine_starts(train, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(BAD_ROWS)
+    run = train("bad", *COLOCATED, "--label-key", "label", prompts=path)
+    assert run.wait(timeout=60) == 1
+    assert f"{path}:2" in run.output and f"{path}:3" in run.output and "label" in run.output
+    assert "Traceback" not in run.output
+    assert not (tmp_path / "bad" / "logs").exists()
+    assert run.left() == []
+
+
+REFUSED = {
+    "unknown flag": ((*COLOCATED, "--learning-rate", "1"), 2, "--learning-rate is unknown"),
+    "missing label key": (
+        (*COLOCATED, "--loss-type", "sft_loss"),
+        2,
+        "--loss-type sft_loss needs --label-key, the column with the text to learn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_command_line_is_refused_at_once(train, tmp_path, name):
+    flags, code, sentence = REFUSED[name]
+    run = train("refused", *flags)
+    assert run.wait(timeout=20) == code
+    assert sentence in run.output and "Traceback" not in run.output
+    assert not (tmp_path / "refused").exists()
+
+
+def test_too_few_devices_are_named(train):
+    run = train("crowd", *COLOCATED, device="cuda")
+    assert run.wait(timeout=60) == 1
+    assert "the Ray cluster has 0" in run.output and "run with --device cpu" in run.output
+    assert "Traceback" not in run.output
+    assert run.left() == []

@@ -49,12 +49,12 @@ def make_report(tmp_path):
 
 
 class Evaluator:
-    """Stands for the handle of a RolloutManager; returns the given values of `eval/demo`, one an evaluation."""
+    """Stands for the client of a RolloutManager; returns the given values of `eval/demo`, one an evaluation."""
 
     def __init__(self, *values):
-        self.values, self.asked, self.evaluate = list(values), [], self
+        self.values, self.asked = list(values), []
 
-    async def remote(self, rollout_id):
+    async def evaluate(self, rollout_id):
         self.asked.append(rollout_id)
         return {"eval/demo": self.values.pop(0)}
 
