@@ -52,7 +52,9 @@ def main() -> None:
     from ray.exceptions import RayTaskError
 
     from miles.ray.cluster import session
+    from miles.utils.logs import configure_logging
 
+    configure_logging()
     try:
         with session(config):
             asyncio.run(run(config))

@@ -24,6 +24,8 @@ class Checkpointer:
 
     async def resume(self) -> int:
         """The first rollout of this run. With --load, the data continues where that checkpoint left it."""
+        if not self.config.needs_trainer:
+            return self.config.start_rollout_id or 0
         start = await self.trainer.start_rollout_id()
         found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
         if found is not None:

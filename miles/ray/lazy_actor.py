@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from miles.utils.logs import configure_logging
+
 
 class _Host:
     """Holds an object of the class at `path` ("package.module.Class").

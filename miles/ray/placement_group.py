@@ -96,8 +96,13 @@ def create_placement_groups(config: RunConfig) -> Placement:
         trainer=bundles[: config.world_size if config.needs_trainer else 0],
         rollout=bundles[offset : offset + rollout],
     )
-    logger.info("placed %d bundles: trainer on %s, rollout on %s", needed, placement.trainer, placement.rollout)
+    logger.info("trainer on %s; engines on %s", _places(placement.trainer), _places(placement.rollout))
     return placement
+
+
+def _places(bundles: tuple[Bundle, ...]) -> str:
+    names = [f"{b.node_ip} bundle {b.index}" + ("" if b.gpu_id is None else f" GPU {b.gpu_id}") for b in bundles]
+    return ", ".join(names) or "nothing"
 
 
 def _explain(config: RunConfig) -> str:
@@ -162,7 +167,11 @@ async def create_rollout_manager(config: RunConfig, placement: Placement) -> Act
 
 
 async def create_training_models(config: RunConfig, placement: Placement) -> TrainGroup:
-    """Start the trainer's ranks on their bundles and load the model, or the checkpoint of `--load`."""
+    """Start the trainer's ranks on their bundles and load the model, or the checkpoint of `--load`.
+
+    Without trainer bundles (--debug-rollout-only) the group has no ranks.
+    """
     group = TrainGroup(config, [placement.options(bundle, TRAINER_SHARE) for bundle in placement.trainer])
-    await group.init()
+    if placement.trainer:
+        await group.init()
     return group

@@ -22,6 +22,8 @@ async def share_of_even_bytes(config, sample):
 """
 # Mean difference of trainer and engine log-probabilities; measured: 4e-7. One step moves them by more than 0.1.
 GAP = 1e-5
+# They look for their parent every ten seconds and end when they have missed it for a minute; they hold nothing.
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 COLOCATED = ("--actor-num-gpus-per-node", "1", "--colocate", "--no-offload-train", "--no-offload-rollout")
 
 
@@ -58,10 +60,10 @@ class Run:
             time.sleep(0.05)
         return self.process.returncode
 
-    def left(self, seconds=20):
-        """What still runs of the children seen, `seconds` after the end at the latest."""
+    def left(self, seconds=20, but=()):
+        """What still runs of the children seen, without those named in `but`, `seconds` from now at the latest."""
         deadline = time.monotonic() + seconds
-        while alive := [child for child in self.children if _lives(child)]:
+        while alive := [child for child in self.children if _name(child) not in (None, *but)]:
             if time.monotonic() > deadline:
                 return alive
             time.sleep(0.1)
@@ -69,15 +71,17 @@ class Run:
 
     def end(self):
         for process in (self.process, *self.children):
-            if _lives(process):
+            if _name(process):
                 process.kill()
 
 
-def _lives(process):
+def _name(process):
+    """Its name, or None if it has ended."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        with process.oneshot():
+            return process.name() if process.status() != psutil.STATUS_ZOMBIE and process.is_running() else None
     except psutil.NoSuchProcess:
-        return False
+        return None
 
 
 @pytest.fixture
@@ -107,8 +111,18 @@ def steps_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def without_times(steps):
-    return [{k: v for k, v in step.items() if k != "wall_time" and not k.startswith("perf/")} for step in steps]
+# What the engine measures varies in the last bits with the requests that share a batch; what it draws does not.
+ENGINE_MEASURES = ("rollout/rollout_log_probs", "train/train_rollout_logprob_abs_diff", "train/train_rollout_kl")
+
+
+def assert_same(steps, expected):
+    """The same prompts, responses, losses and gradients, to the last bit; times aside."""
+    for step, reference in zip(steps, expected, strict=True):
+        names = {name for name in step.keys() | reference.keys() if not name.startswith("perf/")} - {"wall_time"}
+        for name in names:
+            tolerance = 1e-6 if name in ENGINE_MEASURES else 0.0
+            difference = abs(step[name] - reference[name])
+            assert difference <= tolerance, f"step {step['step']}: {name} is {step[name]}, not {reference[name]}"
 
 
 def check_steps(steps, count):
@@ -141,10 +155,11 @@ def test_a_run_and_the_same_killed_and_resumed(train, tmp_path, tiny_checkpoint)
     assert list((tmp_path / "straight" / "tensorboard").iterdir())
 
     # A high learning rate: the weights move far, and in every step both sides still agree.
-    models = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny_checkpoint, tmp_path / "hf_2")]
-    assert models[0].keys() == models[1].keys()
-    assert max((models[0][name] - models[1][name]).abs().max() for name in models[0]) > 0.02
-    assert all(weight.isfinite().all() for weight in models[1].values())
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny_checkpoint, tmp_path / "hf_2")
+    )
+    assert before.keys() == after.keys() and all(weight.isfinite().all() for weight in after.values())
+    assert max((before[name] - after[name]).abs().max() for name in before) > 0.02
     assert AutoTokenizer.from_pretrained(tmp_path / "hf_2")("ab").input_ids == [97, 98]
 
     # Killed without a word in its third rollout, once the checkpoint of the second is complete.
@@ -153,17 +168,18 @@ def test_a_run_and_the_same_killed_and_resumed(train, tmp_path, tiny_checkpoint)
     assert len(killed.children) > 5
     killed.process.kill()
     assert killed.wait() == -signal.SIGKILL
-    assert killed.left() == []
+    assert killed.left(but=RAY_AGENTS) == []
     checkpoints = tmp_path / "resumed checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "1\n"
 
     resumed = train("resumed", *flags("resumed"), "--load", str(checkpoints), "--no-use-tensorboard")
     assert resumed.wait() == 0, resumed.output[-3000:]
     assert resumed.left() == []
+    assert killed.left(60) == []
     assert "step 1/3" not in resumed.output and "step 2/3" not in resumed.output
-    positions = [tmp_path / f"{name} checkpoints" / "iter_0000002" / "data_source.json" for name in ("straight", "resumed")]
-    assert positions[0].read_text() == positions[1].read_text()
-    assert without_times(steps_of(tmp_path / "resumed")) == without_times(steps)
+    position = "iter_0000002/data_source.json"
+    assert (checkpoints / position).read_text() == (tmp_path / "straight checkpoints" / position).read_text()
+    assert_same(steps_of(tmp_path / "resumed"), steps)
 
 
 def test_two_trainer_ranks_beside_an_engine_end_on_sigterm(train, tmp_path):

@@ -1,7 +1,6 @@
 """Process groups of one trainer rank: torch.distributed, then Megatron's tensor, pipeline and data groups."""
 
 import datetime
-import logging
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,6 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
 
     NCCL on a GPU, gloo on a CPU. Random state is seeded from --seed, differently on each tensor-parallel rank.
     """
-    # Says at every build that GPTModel gets no new features; it is what expresses every family here.
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if config.device == "cpu":
         cpu_support.install()
     else:

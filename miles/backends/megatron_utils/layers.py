@@ -87,8 +87,8 @@ class RMSNorm(torch.nn.Module):
 class _Rotate(torch.autograd.Function):
     """Rotary position embedding (Su et al. 2021, eq. 34, halves instead of pairs), computed in float32.
 
-    Rounding the angles' cosines to bfloat16 would be the largest difference between trainer and engine. A rotation's
-    gradient is the rotation back, so nothing but the angles is kept.
+    As the engine does it, in whatever type the model runs. A rotation's gradient is the rotation back, so nothing but the
+    angles is kept.
     """
 
     @staticmethod

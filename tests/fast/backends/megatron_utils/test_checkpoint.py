@@ -110,7 +110,9 @@ def main(rank, phase, checkpoint, folder, ports):
     tracing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tracing)
     if phase == "straight":
-        runs = {name: (name, ranks, (*flags, "--save", str(folder / name))) for name, (ranks, flags) in STRAIGHT.items()}
+        runs = {
+            name: (name, ranks, (*flags, "--save", str(folder / name))) for name, (ranks, flags) in STRAIGHT.items()
+        }
     else:
         runs = {
             name: (name, ranks, (*flags, "--load", str(folder / source)))

@@ -1,4 +1,4 @@
-"""The layout changes nothing but rounding: losses, gradient norms and metrics of several layouts, on real gloo groups."""
+"""The layout changes nothing but rounding: losses, gradient norms and all metrics, on real gloo groups."""
 
 import importlib.util
 import json
