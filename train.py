@@ -1,7 +1,7 @@
 """The driver: places trainer and engines, then generates, trains, saves and hands the new weights over, step by step.
 
-    python train.py --config scripts/demo/grpo.yaml
-    python train.py --help
+python train.py --config scripts/demo/grpo.yaml
+python train.py --help
 """
 
 import asyncio

@@ -3,9 +3,9 @@
     python scripts/loss_trace.py --checkpoint DIR                                     # one process
     python scripts/loss_trace.py --checkpoint DIR --ranks 2 -- --tensor-model-parallel-size 2 --sequence-parallel
 
-Run it before and after a refactor: the output must not change by a bit. Between layouts it agrees to rounding. What follows
-`--` are flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards of both
-signs, and a group of equal rewards.
+Run it before and after a refactor: the output must not change by a bit. Between layouts it agrees to rounding. What
+follows `--` are flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards
+of both signs, and a group of equal rewards.
 """
 
 import argparse
@@ -114,7 +114,9 @@ def main() -> None:
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--checkpoint", required=True, help="a tiny checkpoint (python -m miles.tools.make_tiny_checkpoint)")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a tiny checkpoint (python -m miles.tools.make_tiny_checkpoint)"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="trainer processes (default 1)")
     parser.add_argument("--steps", type=int, default=3, help="rollouts of two optimizer steps each (default 3)")
     arguments = parser.parse_args(own)

@@ -32,9 +32,7 @@ class RolloutConfig(Section):
     rollout_request_retries: int = Field(
         3, ge=0, description="Times that a request is sent again after the connection failed."
     )
-    update_weight_buffer_size: int = Field(
-        512 * 1024**2, gt=0, description="Bytes of one bucket of the weight sync."
-    )
+    update_weight_buffer_size: int = Field(512 * 1024**2, gt=0, description="Bytes of one bucket of the weight sync.")
     max_logprob_abs_diff: float = Field(
         0.05,
         gt=0,

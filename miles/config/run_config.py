@@ -50,6 +50,4 @@ class RunConfig(
 
 
 # Pydantic collects fields from the last base class to the first; people read them in that order.
-SECTIONS: tuple[type[Section], ...] = tuple(
-    base for base in reversed(RunConfig.__bases__) if issubclass(base, Section)
-)
+SECTIONS: tuple[type[Section], ...] = tuple(base for base in reversed(RunConfig.__bases__) if issubclass(base, Section))

@@ -29,7 +29,7 @@ def session(config: RunConfig) -> Iterator[None]:
 
 
 def num_bundles(config: RunConfig) -> int:
-    """Bundles of the layout: the larger side when colocated, else both sides."""
+    """Bundles of the layout: shared by both sides when colocated, else those of each."""
     trainer = config.world_size if config.needs_trainer else 0
     rollout = config.rollout_num_gpus if config.needs_engines else 0
-    return max(trainer, rollout) if config.colocate else trainer + rollout
+    return trainer if config.colocate else trainer + rollout

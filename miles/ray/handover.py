@@ -37,7 +37,7 @@ class Handover:
         return await self.trainer.update_weights(self.version)
 
     def _target(self, engine: int, url: str) -> EngineTarget:
-        """A colocated engine reads the memory of the trainer ranks on its own bundles, a split one (on a CPU) rank 0's."""
+        """A colocated engine reads the memory of the trainer ranks on its bundles, a split one (on a CPU) rank 0's."""
         size = self.config.rollout_num_gpus_per_engine
         bundles = list(range(engine * size, (engine + 1) * size))
         return EngineTarget(url, size, bundles if self.config.colocate else [0] * size)

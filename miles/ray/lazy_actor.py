@@ -1,7 +1,7 @@
 """Actors whose class is imported only in their own process: the driver needs neither torch nor Megatron.
 
-Ray wants the class of an actor at hand; importing trainer and rollout manager would cost the driver ten seconds and half a
-gigabyte. Their classes are named by path instead, and `ActorClient` makes calling them look the same.
+Ray wants the class of an actor at hand; importing trainer and rollout manager would cost the driver ten seconds and
+half a gigabyte. Their classes are named by path instead, and `ActorClient` makes calling them look the same.
 """
 
 import functools
@@ -22,12 +22,17 @@ class _Host:
     """
 
     def __init__(self, path: str, *args: Any):
-        module, name = path.rsplit(".", 1)
+        module, self._name = path.rsplit(".", 1)
         self._refusal: ValueError | None = None
+        configure_logging()
         try:
-            self._object = getattr(importlib.import_module(module), name)(*args)
+            self._object = getattr(importlib.import_module(module), self._name)(*args)
         except ValueError as error:
             self._refusal = error
+
+    def __repr__(self) -> str:
+        """Ray puts it before each line that the actor prints."""
+        return self._name
 
     def call(self, method: str, *args: Any) -> Any:
         if self._refusal is not None:
@@ -44,7 +49,7 @@ class _AsyncHost(_Host):
 
 
 class ActorClient:
-    """Starts an actor and calls it: `await client.method(...)` runs there; object references among the arguments are resolved.
+    """Starts an actor and calls it: `await client.method(...)` runs there, object references resolved to their values.
 
     Args:
         path: "package.module.Class" of the object that the actor holds.

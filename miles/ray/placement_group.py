@@ -2,7 +2,7 @@
 
 | layout | bundles | trainer | engines |
 | --- | --- | --- | --- |
-| colocated | the larger side | from 0 | from 0: both share a bundle |
+| colocated | the trainer's | from 0 | from 0: both share a bundle |
 | split | trainer + rollout | from 0 | behind the trainer |
 | train only, rollout only | that side | from 0 | from 0 |
 """

@@ -20,9 +20,9 @@ async def share_of_even_bytes(config, sample):
     response = sample.tokens[-sample.response_length :]
     return sum(token % 2 == 0 for token in response) / len(response)
 """
-# Mean difference of trainer and engine log-probabilities; measured: 4e-7. One step moves them by more than 0.1.
+# Mean difference of trainer and engine log-probabilities; measured: 4e-7. One rollout moves them by 0.4.
 GAP = 1e-5
-# They look for their parent every ten seconds and end when they have missed it for a minute; they hold nothing.
+# Helpers of Ray's own, which notice a killed raylet only after about a minute.
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 COLOCATED = ("--actor-num-gpus-per-node", "1", "--colocate", "--no-offload-train", "--no-offload-rollout")
 

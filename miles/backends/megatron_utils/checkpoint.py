@@ -79,9 +79,7 @@ def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) ->
     model_state = state.model.module.sharded_state_dict(metadata=metadata)
     result = {"model": model_state}
     if with_optimizer:
-        result["optimizer"] = state.optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=metadata
-        )
+        result["optimizer"] = state.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
         result["scheduler"] = state.scheduler.state_dict()
     return result
 

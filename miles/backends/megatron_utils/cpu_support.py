@@ -1,8 +1,9 @@
 """The few lines that let megatron-core 0.19.2 run on a CPU with gloo, without Transformer Engine or Apex.
 
-Megatron has no device-agnostic path: it asks `torch.cuda` for the current device and stream, writes `device="cuda"` as a
-literal in four modules, and chooses optimizer groups by the type name "torch.cuda.FloatTensor". `install()` answers these
-questions for a CPU; nothing else of Megatron changes. The version is asserted, since every line depends on its source.
+Megatron has no device-agnostic path: it asks `torch.cuda` for the current device and stream, writes `device="cuda"` as
+a literal in four modules, and chooses optimizer groups by the type name "torch.cuda.FloatTensor". `install()` answers
+these questions for a CPU; nothing else of Megatron changes. The version is checked, since every line depends on its
+source.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Layer parts for Megatron's local specification: RMSNorm, and attention with rotary positions over packed sequences.
 
 Shapes: T tokens of all packed sequences, S sequences, L longest sequence, N heads, D head size, R its rotated part.
-A micro-batch is one row of T tokens. Only attention knows where sequences begin: boundaries and positions travel to it in
-`PackedSequences`, Megatron's own argument for this purpose, so that everything else sees a plain sequence.
+A micro-batch is one row of T tokens. Only attention knows where sequences begin: boundaries and positions travel to it
+in `PackedSequences`, Megatron's own argument for this purpose, so that everything else sees a plain sequence.
 """
 
 from dataclasses import dataclass
@@ -87,8 +87,8 @@ class RMSNorm(torch.nn.Module):
 class _Rotate(torch.autograd.Function):
     """Rotary position embedding (Su et al. 2021, eq. 34, halves instead of pairs), computed in float32.
 
-    As the engine does it, in whatever type the model runs. A rotation's gradient is the rotation back, so nothing but the
-    angles is kept.
+    As the engine does it, in whatever type the model runs. A rotation's gradient is the rotation back, so nothing but
+    the angles is kept.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Logits of the response tokens only, in float32: what the loss needs, and no more.
 
-Shapes: T tokens of a micro-batch (T / tp under sequence parallelism), N response tokens, H hidden size, V the columns of
-this rank.
+Shapes: T tokens of a micro-batch (T / tp under sequence parallelism), N response tokens, H hidden size, V the columns
+of this rank.
 """
 
 import torch

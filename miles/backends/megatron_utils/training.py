@@ -81,7 +81,7 @@ class ShardTrainer:
         self.pad_multiple = config.data_pad_size_multiplier * config.tensor_model_parallel_size
 
     def log_probs(self, model: torch.nn.Module, shard: TrainShard) -> torch.Tensor | None:
-        """Log-probability of every response token of the shard under `model`'s present weights: float32, flat, on the CPU.
+        """Log-probability of each response token of the shard under `model`'s weights: float32, flat, on the CPU.
 
         None on all but the last pipeline stage.
         """
@@ -102,9 +102,7 @@ class ShardTrainer:
         assert not result.isnan().any(), "the forward pass left response tokens without a log-probability, or made NaN"
         return result
 
-    def train(
-        self, state: TrainState, shard: TrainShard, columns: dict[str, torch.Tensor]
-    ) -> list[dict[str, float]]:
+    def train(self, state: TrainState, shard: TrainShard, columns: dict[str, torch.Tensor]) -> list[dict[str, float]]:
         """Take the shard's optimizer steps; returns the metrics of each step (empty dicts off the last pipeline stage).
 
         Args:

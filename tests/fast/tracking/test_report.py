@@ -208,11 +208,15 @@ def test_summary(make_report, clock, capsys):
         clock[0] += 5
         report.step(step, STEP | {"rollout/raw_reward": reward} | ({"eval/demo": evaluation} if evaluation else {}))
     capsys.readouterr()
-    assert report.summary() + "\n" == capsys.readouterr().out == (
-        "3 steps         first     last     best\n"
-        "reward          0.200    0.600    0.800  (best at step 2; 3 values)\n"
-        "eval/demo       0.100    0.700    0.700  (best at step 3; 2 values)\n"
-        "time 15s: generate 3.3s (22%), train 2.7s (18%), sync 0.3s (2%), other 8.7s (58%)\n"
+    assert (
+        report.summary() + "\n"
+        == capsys.readouterr().out
+        == (
+            "3 steps         first     last     best\n"
+            "reward          0.200    0.600    0.800  (best at step 2; 3 values)\n"
+            "eval/demo       0.100    0.700    0.700  (best at step 3; 2 values)\n"
+            "time 15s: generate 3.3s (22%), train 2.7s (18%), sync 0.3s (2%), other 8.7s (58%)\n"
+        )
     )
 
 
