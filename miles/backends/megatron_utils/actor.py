@@ -1,7 +1,6 @@
 """MegatronTrainRayActor: one rank of the trainer, as a Ray actor."""
 
 import logging
-import os
 
 import numpy as np
 import ray
@@ -49,8 +48,6 @@ class MegatronTrainRayActor:
     def init(self, master: str) -> None:
         """Join the other ranks, build the model, and load the checkpoint of --load, else --hf-checkpoint's weights."""
         config = self.config
-        if config.device == "cpu":
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         initialize(config, self.rank, self.world_size, master)
         self.hf_config = load_hf_config(config.hf_checkpoint)
         self.family = family_for(self.hf_config)
