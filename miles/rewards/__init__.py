@@ -87,9 +87,8 @@ async def compute_rewards(config: RunConfig, samples: list[Sample]) -> RewardCou
 async def _reward(reward_function: RewardFunction, config: RunConfig, sample: Sample) -> float | None | Exception:
     try:
         return _as_float(await reward_function(config, sample), config.reward_key)
-    except (
-        Exception
-    ) as error:  # a reward is foreign code: whatever it raises is counted, and stops the run above a bound
+    # A reward is foreign code: whatever it raises is counted, and stops the run above a bound.
+    except Exception as error:
         return error
 
 
