@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 
 from miles.config import RunConfig
 from miles.training.batch import TrainBatch
-from miles.training.schedule import plan_rollout, shard
+from miles.training.schedule import TrainShard, plan_rollout, shard
 from miles.utils.arguments import parse_args
 from miles.utils.network import free_ports
 from miles.utils.types import Sample
@@ -51,6 +51,20 @@ def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
     return TrainBatch.from_samples(samples, rewards)
 
 
+def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int) -> TrainShard:
+    """One data-parallel rank's share of the made-up rollout."""
+    batch = made_up_rollout(vocab_size)
+    plan = plan_rollout(
+        batch,
+        global_batch_size=config.global_batch_size,
+        dp_size=config.data_parallel_size,
+        micro_batch_size=config.micro_batch_size,
+        max_tokens=config.max_tokens_per_gpu,
+        per_token_loss=config.calculate_per_token_loss,
+    )
+    return shard(batch, plan, dp_rank)
+
+
 def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, result: Path) -> None:
     """One rank: trains `steps` rollouts of two optimizer steps each; the reporting rank writes the trace."""
     import torch
@@ -61,16 +75,7 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    batch = made_up_rollout(actor.hf_config.vocab_size)
-    plan = plan_rollout(
-        batch,
-        global_batch_size=config.global_batch_size,
-        dp_size=config.data_parallel_size,
-        micro_batch_size=config.micro_batch_size,
-        max_tokens=config.max_tokens_per_gpu,
-        per_token_loss=config.calculate_per_token_loss,
-    )
-    mine = shard(batch, plan, parallel_state.get_data_parallel_rank())
+    mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     lines = []
     for rollout_id in range(steps):
         metrics = actor.train(rollout_id, mine)

@@ -26,7 +26,7 @@ _logged_errors: set[type[Exception]] = set()
 
 @dataclass(frozen=True)
 class RewardCounts:
-    """What became of the rewards of one call: samples = valid + abstained + errors."""
+    """What became of the rewards of one call: samples = valid + abstained + errors. `check_errors` bounds the last."""
 
     samples: int
     abstained: int
@@ -56,8 +56,6 @@ async def compute_rewards(config: RunConfig, samples: list[Sample]) -> RewardCou
 
     A dict is reduced to its entry `config.reward_key`; bool and numpy scalars become floats. NaN, infinity, another
     type, an exception and a timeout are errors; the first of each type is logged with its traceback, once in a process.
-
-    Raises: RuntimeError if more than `config.max_reward_error_fraction` of the samples failed.
     """
     reward_function = load_reward(config)
     outcomes = await asyncio.gather(*(_reward(reward_function, config, sample) for sample in samples))
@@ -70,18 +68,23 @@ async def compute_rewards(config: RunConfig, samples: list[Sample]) -> RewardCou
                 logger.warning("the reward failed for %s; more like it are only counted", errors[-1], exc_info=outcome)
             outcome = None
         sample.reward = outcome
-    counts = RewardCounts(
+    return RewardCounts(
         samples=len(samples),
         abstained=sum(sample.reward is None for sample in samples) - len(errors),
         errors=len(errors),
         first_error=errors[0] if errors else None,
     )
-    if len(errors) > config.max_reward_error_fraction * len(samples):
+
+
+def check_errors(counts: list[RewardCounts], bound: float) -> None:
+    """Raise RuntimeError if more than the share `bound` of all these samples failed (--max-reward-error-fraction)."""
+    errors, samples = sum(count.errors for count in counts), sum(count.samples for count in counts)
+    if errors > bound * samples:
+        first = next(count.first_error for count in counts if count.errors)
         raise RuntimeError(
-            f"the reward failed for {len(errors)} of {len(samples)} samples; --max-reward-error-fraction allows "
-            f"{config.max_reward_error_fraction:g}. The first: {counts.first_error}"
+            f"the reward failed for {errors} of {samples} samples; --max-reward-error-fraction allows {bound:g}. "
+            f"The first: {first}"
         )
-    return counts
 
 
 async def _reward(reward_function: RewardFunction, config: RunConfig, sample: Sample) -> float | None | Exception:

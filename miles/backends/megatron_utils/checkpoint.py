@@ -31,7 +31,7 @@ def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) ->
     folder = checkpoint_folder(root, rollout_id)
     model_folder = folder / "model"
     if dist.get_rank() == 0:
-        # What a crash left behind is no checkpoint: the marker does not name it.
+        # What a crash left behind, or an earlier run that is repeated from before this rollout.
         shutil.rmtree(folder, ignore_errors=True)
         model_folder.mkdir(parents=True)
         (folder / "rng").mkdir()

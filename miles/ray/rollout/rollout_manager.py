@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.config import RunConfig
-from miles.rewards import RewardCounts, compute_rewards, load_reward
+from miles.rewards import check_errors, compute_rewards, load_reward
 from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.evaluate import EvaluationSets
 from miles.rollout.generate import GroupGenerator, Sampling
@@ -154,19 +154,17 @@ class RolloutManager:
     async def _sample_and_reward(self, groups: list[list[Sample]], sampling: Sampling, description: str) -> int:
         """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed."""
         progress = Progress(description, sum(map(len, groups)))
-        # The bound on failed rewards holds for all samples together, which only the sum over the groups can tell.
-        unbounded = self._config.model_copy(update={"max_reward_error_fraction": 1.0})
         counts = []
 
         async def finish(group: list[Sample]) -> None:
-            counts.append(await compute_rewards(unbounded, group))
+            counts.append(await compute_rewards(self._config, group))
             progress.update(len(group))
 
         try:
             await self._generator.run(groups, sampling, finish)
         finally:
             progress.close()
-        _check_rewards(counts, self._config.max_reward_error_fraction)
+        check_errors(counts, self._config.max_reward_error_fraction)
         return sum(count.errors for count in counts)
 
     def _training_rewards(self, samples: list[Sample]) -> list[float] | None:
@@ -192,17 +190,6 @@ class RolloutManager:
             per_token_loss=config.calculate_per_token_loss,
         )
         return [ray.put(shard(batch, plan, rank)) for rank in range(config.data_parallel_size)]
-
-
-def _check_rewards(counts: list[RewardCounts], bound: float) -> None:
-    """Raise if more than the share `bound` of all rewards failed."""
-    errors, samples = sum(count.errors for count in counts), sum(count.samples for count in counts)
-    if errors > bound * samples:
-        first = next(count.first_error for count in counts if count.errors)
-        raise RuntimeError(
-            f"the reward failed for {errors} of {samples} samples; --max-reward-error-fraction allows {bound:g}. "
-            f"The first: {first}"
-        )
 
 
 def _check_complete(samples: list[Sample], asked: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from miles import rewards as rewards_module
-from miles.rewards import compute_rewards, load_reward
+from miles.rewards import check_errors, compute_rewards, load_reward
 from miles.rewards import custom as custom_module
 from miles.utils.types import Sample
 
@@ -47,7 +47,7 @@ def custom(engine_config, tmp_path, monkeypatch, request):
     monkeypatch.syspath_prepend(tmp_path)
 
     def config(function, **changes):
-        changes = {"rm_type": None, "custom_rm_path": f"{name}.{function}", "max_reward_error_fraction": 1.0} | changes
+        changes = {"rm_type": None, "custom_rm_path": f"{name}.{function}"} | changes
         return engine_config.model_copy(update=changes)
 
     return config
@@ -94,9 +94,10 @@ async def test_an_error_is_counted_apart_and_is_no_zero(custom, caplog, monkeypa
 
 async def test_the_run_stops_above_the_allowed_fraction(custom):
     values = [1.0, RuntimeError("no judge"), 1.0, 1.0]
-    await compute_rewards(custom("from_metadata", max_reward_error_fraction=0.25), with_values(*values))
+    counts = [await compute_rewards(custom("from_metadata"), with_values(*values))]
+    check_errors(counts, 0.25)
     with pytest.raises(RuntimeError, match="failed for 1 of 4 samples; .* allows 0.24. The first: sample 1 .*no judge"):
-        await compute_rewards(custom("from_metadata", max_reward_error_fraction=0.24), with_values(*values))
+        check_errors(counts, 0.24)
 
 
 async def test_a_dict_needs_its_key(custom):

@@ -143,7 +143,7 @@ def test_many_cheap_answers_do_not_eat_each_others_time():
 
 def test_rewards_in_another_thread_leave_the_event_loop_free(engine_config):
     """The whole way, as a rollout calls it: an event loop in a thread, which goes on ticking meanwhile."""
-    config = engine_config.model_copy(update={"rm_type": "math", "max_reward_error_fraction": 0.5})
+    config = engine_config.model_copy(update={"rm_type": "math"})
     samples = [Sample(index=i, group_index=0, response=f"= {i}", label="3" if i else "???") for i in range(8)]
     outcome = {}
 

@@ -135,7 +135,6 @@ def run(tracing, config, rank, ranks, port):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
-    from miles.training.schedule import plan_rollout, shard
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
@@ -145,16 +144,7 @@ def run(tracing, config, rank, ranks, port):
     except ValueError as error:
         result["error"] = str(error)
     else:
-        batch = tracing.made_up_rollout(actor.hf_config.vocab_size)
-        plan = plan_rollout(
-            batch,
-            global_batch_size=config.global_batch_size,
-            dp_size=config.data_parallel_size,
-            micro_batch_size=config.micro_batch_size,
-            max_tokens=config.max_tokens_per_gpu,
-            per_token_loss=config.calculate_per_token_loss,
-        )
-        mine = shard(batch, plan, parallel_state.get_data_parallel_rank())
+        mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         result["start"] = actor.start_rollout_id()
         result["weights"].append(digest(actor.model))
         for rollout_id in range(result["start"], ROLLOUTS):

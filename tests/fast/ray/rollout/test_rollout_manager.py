@@ -11,8 +11,8 @@ import ray
 
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.supervisor import group_members
-from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete, _check_rewards
-from miles.rewards import RewardCounts
+from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete
+from miles.rewards import RewardCounts, check_errors
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
 
@@ -164,6 +164,6 @@ def test_counts_are_checked():
 
 def test_failed_rewards_are_bounded_over_all_groups():
     fine, bad = RewardCounts(10, 0, 0, None), RewardCounts(10, 0, 1, "sample 3: ZeroDivisionError")
-    _check_rewards([fine, bad], 0.05)
+    check_errors([fine, bad], 0.05)
     with pytest.raises(RuntimeError, match="failed for 1 of 20 samples.*sample 3: ZeroDivisionError"):
-        _check_rewards([fine, bad], 0.04)
+        check_errors([fine, bad], 0.04)
