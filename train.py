@@ -22,23 +22,28 @@ async def run(config: RunConfig) -> None:
     placement = create_placement_groups(config)
     rollout = await create_rollout_manager(config, placement)
     config = await rollout.resolved_config()
+    handover = Handover(config, rollout)
+    await handover.engines_up()
     trainer = await create_training_models(config, placement)
-    checkpointer = Checkpointer(config, rollout, trainer)
-    handover = Handover(config, rollout, trainer)
+    await handover.trainer_built(trainer)
 
+    checkpointer = Checkpointer(config, rollout, trainer, handover)
     start = await checkpointer.resume()
     report = Report(config, start)
     await handover.initial_sync()
+    handover.before_evaluation()
     await report.evaluate_before_training(rollout)
     for rollout_id in range(start, config.num_rollout):
         batch = await rollout.generate(rollout_id)
         metrics = dict(batch.metrics)
         if config.needs_trainer:
+            metrics |= await handover.to_training()
             with report.timer("train"):
                 metrics |= await trainer.train(rollout_id, batch.shards)
             with report.timer("save"):
                 await checkpointer.save_if_due(rollout_id)
             metrics |= await handover.to_rollout()
+        handover.before_evaluation()
         await report.evaluate_if_due(rollout, rollout_id)
         report.step(rollout_id, metrics)
     report.summary()

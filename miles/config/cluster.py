@@ -28,7 +28,9 @@ class ClusterConfig(Section):
     )
     num_gpus_per_node: int = Field(8, gt=0, description="GPUs that a node of the cluster has at most.")
     colocate: bool = Field(
-        False, description="Trainer and engines share the same GPUs and take turns. Turns both offloads on."
+        False,
+        description="Trainer and engines share the same GPUs and take turns. Turns both offloads on where they are not "
+        "negated (--no-offload).",
     )
     distributed_timeout_minutes: int = Field(
         10, gt=0, description="Minutes after which a stuck collective operation of the trainer fails."

@@ -14,6 +14,8 @@ KINDS = {name: field_kind(info) for name, info in RunConfig.model_fields.items()
 SWITCHES = {flag_of(name): (name, True) for name, kind in KINDS.items() if kind == "bool"} | {
     negation_of(name): (name, False) for name, kind in KINDS.items() if kind == "bool"
 }
+# Where a list has a default, giving no value is the way to empty it.
+MAY_BE_EMPTY = {name for name, kind in KINDS.items() if kind == "list" and RunConfig.model_fields[name].default}
 VALUED = {flag_of(name): name for name, kind in KINDS.items() if kind != "bool"}
 OWN_FLAGS = ("--config", "--print-config", "--help")
 KNOWN_FLAGS = (*SWITCHES, *VALUED, *OWN_FLAGS)
@@ -80,7 +82,7 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
     elif flag == "--config":
         line.config_file = _only(flag, values)
     elif flag in VALUED:
-        line.values[VALUED[flag]] = _read_values(flag, KINDS[VALUED[flag]], values)
+        line.values[VALUED[flag]] = _read_values(flag, VALUED[flag], values)
     elif flag.startswith("--sglang-"):
         line.sglang[flag.removeprefix("--sglang-").replace("-", "_")] = values or True
     elif flag.startswith("--no-sglang-"):
@@ -97,13 +99,13 @@ def _only(flag: str, values: list[str]) -> str:
     return values[0]
 
 
-def _read_values(flag: str, kind: str, values: list[str]) -> Any:
-    if kind == "list":
-        if not values:
+def _read_values(flag: str, name: str, values: list[str]) -> Any:
+    if KINDS[name] == "list":
+        if not values and name not in MAY_BE_EMPTY:
             raise ValueError(f"{flag} takes one or more values, got none")
         return values
     text = _only(flag, values)
-    return read_json_object(flag, text) if kind == "dict" else text
+    return read_json_object(flag, text) if KINDS[name] == "dict" else text
 
 
 def read_json_object(where: str, text: str) -> dict[str, Any]:

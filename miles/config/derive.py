@@ -1,9 +1,11 @@
 """Values that follow from others. Each has a reason, which `--print-config` shows."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from miles.config.offload_rules import scratch_folder
 from miles.config.values import Undetermined, Values
 
 Derived = tuple[str, Any, str]
@@ -76,12 +78,48 @@ def _offload(v: Values) -> Iterator[Derived]:
             if given is not False:
                 yield name, False, _lone_side(v)
         elif given is None:
-            if v.offload:
-                yield name, True, "--offload"
+            if v.offload is not None:
+                yield name, v.offload, "--offload" if v.offload else "--no-offload"
             elif v.colocate:
                 yield name, True, "--colocate"
             else:
                 yield name, False, "neither --colocate nor --offload is given"
+
+
+@_derives(
+    "offload_train_target",
+    "rematerialize_param_from_master_weight",
+    "colocate_memory_peak_device",
+    "check_residency",
+    "stream_optimizer_state_to_disk",
+)
+def _nothing_to_hand_over(v: Values) -> Iterator[Derived]:
+    """So that a debug mode can be added to any command line."""
+    if _lone_side(v):
+        for name, value in (
+            ("offload_train_target", "cpu"),
+            ("rematerialize_param_from_master_weight", False),
+            ("colocate_memory_peak_device", "cpu"),
+            ("check_residency", False),
+        ):
+            if getattr(v, name) != value:
+                yield name, value, _lone_side(v)
+        if v.stream_optimizer_state_to_disk and not v.needs_trainer:
+            yield "stream_optimizer_state_to_disk", False, _lone_side(v)
+
+
+@_derives("offload_train_disk_dir")
+def _disk_folder(v: Values) -> Iterator[Derived]:
+    if v.offload_train_disk_dir is None and v.trainer_uses_disk and scratch_folder().is_dir():
+        folder = scratch_folder() / f"miles_train_offload_{os.getuid()}"
+        yield "offload_train_disk_dir", str(folder), "$SCRATCH" if os.environ.get("SCRATCH") else "$SCRATCH is not set"
+
+
+@_derives("offload_train_keep_host_buffers")
+def _host_buffers(v: Values) -> Iterator[Derived]:
+    if v.offload_train_keep_host_buffers is None:
+        peak = v.colocate_memory_peak_device
+        yield "offload_train_keep_host_buffers", peak == "cpu", f"--colocate-memory-peak-device {peak}"
 
 
 @_derives("global_batch_size", "num_steps_per_rollout")

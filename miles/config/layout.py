@@ -25,6 +25,11 @@ class Layout:
         return not self.debug_rollout_only
 
     @property
+    def trainer_uses_disk(self) -> bool:
+        """Whether anything of the trainer goes to --offload-train-disk-dir."""
+        return self.offload_train_target == "disk" or self.stream_optimizer_state_to_disk
+
+    @property
     def num_engines(self) -> int:
         """SGLang engines."""
         return self.rollout_num_gpus // self.rollout_num_gpus_per_engine

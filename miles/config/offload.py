@@ -1,6 +1,6 @@
-"""Offload: whether a side leaves the GPU while the other one computes."""
+"""Offload: whether a side leaves the GPU while the other one computes, what of it leaves, and where it waits."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,10 +10,68 @@ from miles.config.section import Section
 class OffloadConfig(Section):
     title: ClassVar[str] = "Offload"
 
-    offload: bool = Field(False, description="Short for --offload-train --offload-rollout.")
+    offload: bool | None = Field(
+        None, description="Short for --offload-train --offload-rollout; each of these, where given, wins over it."
+    )
     offload_train: bool | None = Field(
-        None, description="The trainer's memory leaves the GPU while engines generate. Unset: on with --colocate."
+        None,
+        description="The trainer's memory leaves the GPU while engines generate. Unset: on with --colocate. Where both "
+        "sides fit side by side, --no-offload-train --no-offload-rollout is faster: nothing has to move.",
     )
     offload_rollout: bool | None = Field(
-        None, description="The engines' memory leaves the GPU while the trainer computes. Unset: on with --colocate."
+        None,
+        description="The engines' memory leaves the GPU while the trainer computes: their CUDA graphs and what "
+        "--offload-rollout-level names. Unset: on with --colocate.",
+    )
+    offload_rollout_level: list[Literal["kv_cache", "weight"]] = Field(
+        ["kv_cache", "weight"],
+        description="Engine memory that leaves besides the CUDA graphs, which always do. What is not named stays on "
+        "the GPU in every phase; no value at all: the graphs alone leave.",
+    )
+    offload_train_target: Literal["cpu", "disk"] = Field(
+        "cpu", description="Where the sleeping trainer waits: in pinned host memory, or in files on the node's disk."
+    )
+    offload_train_disk_dir: str | None = Field(
+        None,
+        description="Folder on a disk of each node for --offload-train-target disk and "
+        "--stream-optimizer-state-to-disk; each run, role and rank has its own folder in it, removed at exit. Unset: "
+        "miles_train_offload_UID in $SCRATCH, else in /scratch.",
+    )
+    offload_train_disk_chunk_mb: int = Field(
+        256, gt=0, description="MiB of pinned host memory on each rank through which bytes go to the disk and back."
+    )
+    stream_optimizer_state_to_disk: bool = Field(
+        False,
+        description="Keep master weights and moments on disk during the step too, and read and write them bucket by "
+        "bucket: for when they fit neither the GPU nor the host. Slower steps, shorter sleeps. Combines with either "
+        "target.",
+    )
+    stream_optimizer_state_moment_dtype: Literal["fp32", "bf16", "fp16", "fp8e4m3", "fp8e5m2"] = Field(
+        "fp32", description="Number format of the streamed moments on disk; Adam computes with fp32 all the same."
+    )
+    rematerialize_param_from_master_weight: bool = Field(
+        False,
+        description="A sleeping trainer drops its bf16 weights and rebuilds them from the fp32 master weights: 2 bytes "
+        "a parameter less to move, and to hold on the host.",
+    )
+    colocate_memory_peak_device: Literal["cpu", "gpu"] = Field(
+        "cpu",
+        description="Where both sides are for a moment at a hand-over. cpu: each side leaves the GPU before the other "
+        "comes. gpu: the other side's weights come first, and the host never holds both: for when the host is scarce.",
+    )
+    train_memory_margin_bytes: int = Field(
+        1024**3,
+        ge=0,
+        description="Bytes of the GPU that must be free beyond what the trainer takes back when it wakes: room for its "
+        "activations. It waits for the engines to let go of them, and stops the run where they don't.",
+    )
+    offload_train_keep_host_buffers: bool | None = Field(
+        None,
+        description="Keep the sleeping trainer's pinned host memory while it is awake, for the next sleep: pinning "
+        "anew takes twenty times as long as the copy. Unset: on, but off with --colocate-memory-peak-device gpu.",
+    )
+    check_residency: bool = Field(
+        False,
+        description="Hash every tensor of the trainer before each sleep and after each wake, and stop where they "
+        "differ. For finding faults: slow.",
     )

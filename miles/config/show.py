@@ -43,6 +43,8 @@ def default_text(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if field_kind(field) == "bool" and default is not None:
         return "on" if default else "off"
+    if isinstance(default, list):
+        return " ".join(default)
     return "unset" if default is None else "none" if default == {} else str(default)
 
 
@@ -67,7 +69,9 @@ def help_text() -> str:
 
 
 def _entry(head: str, text: str, width: int) -> list[str]:
-    return [f"  {head}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    # Flags are not broken at their hyphens, so that they can be searched for and copied.
+    wrapped = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return [f"  {head}", *wrapped]
 
 
 def config_text(resolved: Resolved) -> str:

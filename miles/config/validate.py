@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from miles.config.names import flag_of
+from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
 from miles.config.values import Undetermined, Values
 
 Rule = Callable[[Values], Iterator[str]]
-RULES: list[Rule] = []
+RULES: list[Rule] = [*OFFLOAD_RULES]
 
 
 def _rule(function: Rule) -> Rule:
@@ -37,6 +38,7 @@ def warn(v: Values) -> Iterator[str]:
         yield "--eval-prompt-data is never used: --eval-interval is not given"
     if v.lr == 0 and v.needs_trainer:
         yield "--lr 0: the weights will not change"
+    yield from offload_warnings(v)
 
 
 # --- layout ---
@@ -94,17 +96,6 @@ def _split_on_gpus(v: Values) -> Iterator[str]:
         yield (
             "trainer and engines on different GPUs are not available yet: new weights reach an engine on the trainer's "
             "own GPU only; use --colocate"
-        )
-
-
-@_rule
-def _moving_memory(v: Values) -> Iterator[str]:
-    asked = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(v, name)]
-    if asked:
-        cause = " (--colocate turns them on)" if v.colocate and not v.offload else ""
-        yield (
-            f"{' and '.join(asked)}{cause}: moving memory off the GPU is not available yet; keep both sides resident "
-            "with --no-offload-train --no-offload-rollout"
         )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from miles.config import RunConfig
+from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
 from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, write_marker
@@ -15,12 +16,14 @@ class Checkpointer:
         config: the run's configuration, with num_rollout set.
         rollout: client of the RolloutManager.
         trainer: the trainer's ranks.
+        handover: knows whether what is saved is where it can be read.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup):
+    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup, handover: Handover):
         self.config = config
         self.rollout = rollout
         self.trainer = trainer
+        self.handover = handover
 
     async def resume(self) -> int:
         """The first rollout of this run. With --load, the data continues where that checkpoint left it."""
@@ -37,6 +40,7 @@ class Checkpointer:
         interval, last = self.config.save_interval, rollout_id + 1 == self.config.num_rollout
         if not last and (interval is None or (rollout_id + 1) % interval):
             return
+        self.handover.before_save()
         if self.config.save is not None:
             root = Path(self.config.save).absolute()
             await self.trainer.save(rollout_id)

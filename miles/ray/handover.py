@@ -1,43 +1,129 @@
-"""The hand-over between the trainer and the engines: the new weights, in lockstep, with a version each."""
+"""The hand-over between the trainer and the engines: who is on the GPUs, and the new weights, with a version each."""
+
+import logging
+import time
+from collections import Counter
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
+from miles.residency.executor import Executor
+from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
+from miles.residency.policy import policy_of
 from miles.weight_sync.target import EngineTarget
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+# Of these a `_time` and a `_bytes` are counted, and a `_gb_per_s` follows.
+TRANSFERS = ("perf/sleep", "perf/wake_up", "perf/offload_rollout", "perf/onload_rollout")
 
 
 class Handover:
-    """Brings the trainer's weights into the engines; does nothing where one side is missing.
+    """Moves both sides in and out of the GPUs and brings the trainer's weights into the engines.
+
+    What moves when is `miles.residency.plan`'s; here are the points of the driver at which it happens. Does nothing
+    where one side is missing.
 
     Args:
         config: the run's configuration.
-        rollout: client of the RolloutManager.
-        trainer: the trainer's ranks.
+        rollout: client of the RolloutManager, with its engines started.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup):
+    def __init__(self, config: RunConfig, rollout: ActorClient):
         self.config = config
         self.rollout = rollout
-        self.trainer = trainer
         self.active = config.needs_engines and config.needs_trainer
         self.version = 0
+        self._policy = policy_of(config)
+        self._executor = Executor(self._policy, {Party.ENGINE: rollout}, self._sync)
+        self._trainer: TrainGroup | None = None
+        self._step: Counter[str] = Counter()
+
+    async def engines_up(self) -> None:
+        """The engines have started: they make room for the trainer to be built."""
+        await self._set_up(Phase.ENGINES_UP)
+
+    async def trainer_built(self, trainer: TrainGroup) -> None:
+        """The trainer has been built, or a checkpoint loaded into it: it sleeps until there is a batch."""
+        self._trainer = self._executor.services[Party.ACTOR] = trainer
+        await self._set_up(Phase.TRAINER_BUILT)
 
     async def initial_sync(self) -> None:
         """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint."""
         if self.active:
             urls = await self.rollout.engine_urls()
-            await self.trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
-            await self.to_rollout()
+            await self._trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
+            await self._set_up(Phase.FIRST_SYNC)
+
+    async def to_training(self) -> dict[str, float]:
+        """The batch is there: the engines leave, the trainer comes. Returns perf metrics of the moves."""
+        self._step.clear()
+        return await self._in_step(Phase.AFTER_GENERATE)
 
     async def to_rollout(self) -> dict[str, float]:
-        """Send the weights as the next version; returns perf/update_weights_* metrics."""
+        """The step is trained: the trainer leaves, the engines come and get the weights, as the next version.
+
+        Returns: perf metrics of the moves and the sync; what `to_training` also counted in this step is included.
+        """
+        return await self._in_step(Phase.AFTER_TRAIN)
+
+    def before_save(self) -> None:
+        """Raise ResidencyError unless all that a checkpoint holds is on the GPU."""
+        self._check(Phase.BEFORE_SAVE)
+
+    def before_evaluation(self) -> None:
+        """Raise ResidencyError unless the engines can generate, with the weights that were sent last."""
+        self._check(Phase.EVALUATION)
+
+    def _check(self, phase: Phase) -> None:
+        if self.active:
+            self._executor.check(phase)
+
+    async def _set_up(self, phase: Phase) -> None:
+        if not self.active:
+            return
+        begin = time.monotonic()
+        metrics = await self._executor.run(phase)
+        if steps := plan(phase, self._policy):
+            size = sum(metrics.get(f"{name}_bytes", 0) for name in TRANSFERS) / GB
+            logger.info("%s: %s: %.1f s, %.2f GB", phase, describe(steps), time.monotonic() - begin, size)
+
+    async def _in_step(self, phase: Phase) -> dict[str, float]:
         if not self.active:
             return {}
+        self._step.update(await self._executor.run(phase))
+        return {**self._step, **_speeds(self._step)}
+
+    async def _sync(self) -> dict[str, float]:
         self.version += 1
-        return await self.trainer.update_weights(self.version)
+        return await self._trainer.update_weights(self.version)
 
     def _target(self, engine: int, url: str) -> EngineTarget:
         """A colocated engine reads the memory of the trainer ranks on its bundles, a split one (on a CPU) rank 0's."""
         size = self.config.rollout_num_gpus_per_engine
         bundles = list(range(engine * size, (engine + 1) * size))
         return EngineTarget(url, size, bundles if self.config.colocate else [0] * size)
+
+
+def describe(steps: tuple[Step, ...]) -> str:
+    """A plan in words: "actor grads leaves, engine weights returns, sync"."""
+    words = []
+    for step in steps:
+        match step:
+            case Move(party, region):
+                words.append(f"{party} {region} {'leaves' if step.leaves else 'returns'}")
+            case Clear(party):
+                words.append(f"{party} caches cleared")
+            case Sync():
+                words.append("sync")
+    return ", ".join(words)
+
+
+def _speeds(metrics: dict[str, float]) -> dict[str, float]:
+    """GB/s of each transfer that took time."""
+    return {
+        f"{name}_gb_per_s": metrics[f"{name}_bytes"] / GB / metrics[f"{name}_time"]
+        for name in TRANSFERS
+        if metrics.get(f"{name}_time")
+    }

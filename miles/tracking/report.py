@@ -14,7 +14,8 @@ from miles.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# What the step line shows, where it is known; the times are also the phases of `Report.timer`.
+# What the step line shows, where it is known. The times are also the phases of `Report.timer` and the rows of the
+# closing table's last line: none may be a part of another.
 NUMBERS = {
     "reward": "rollout/raw_reward",
     "len": "rollout/response_len/mean",
@@ -24,11 +25,17 @@ NUMBERS = {
 }
 TIMES = {
     "generate": "perf/rollout_time",
+    "off": "perf/offload_rollout_time",
+    "wake": "perf/wake_up_time",
     "train": "perf/train_time",
+    "sleep": "perf/sleep_time",
+    "on": "perf/onload_rollout_time",
     "sync": "perf/update_weights_time",
     "eval": "perf/eval_time",
     "save": "perf/save_model_time",
 }
+# These move memory: their bytes and speed stand under the same name with another ending.
+MOVES = ("off", "wake", "sleep", "on", "sync")
 EVAL_DETAILS = ("-before_train", "-none_reward_ratio", "-truncated_ratio")
 
 
@@ -195,9 +202,26 @@ def duration(seconds: float) -> str:
 
 def _step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
     numbers = "".join(f"  {label} {number(metrics[name])}" for label, name in NUMBERS.items() if name in metrics)
-    times = " ".join(f"{label} {metrics[name]:.1f}s" for label, name in TIMES.items() if name in metrics)
+    times = " ".join(_time(label, metrics) for label, name in TIMES.items() if name in metrics)
     line = f"step {rollout_id + 1}/{num_rollout}{numbers}{_evaluations(metrics)}"
     return f"{line}  | {times}" if times else line
+
+
+def _time(label: str, metrics: Mapping[str, float]) -> str:
+    """`train 0.9s`, or for a move `sleep 0.16s (8.3GB 52GB/s)`; the bracket is left out below a megabyte."""
+    seconds = metrics[TIMES[label]]
+    if label not in MOVES:
+        return f"{label} {seconds:.1f}s"
+    shown = f"{label} {seconds:.{2 if seconds < 0.995 else 1}f}s"
+    name = TIMES[label].removesuffix("_time")
+    gigabytes, speed = metrics.get(f"{name}_bytes", 0) / 1e9, metrics.get(f"{name}_gb_per_s")
+    if gigabytes < 1e-3:
+        return shown
+    return f"{shown} ({_two_digits(gigabytes)}GB{'' if speed is None else f' {_two_digits(speed)}GB/s'})"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
 def _evaluations(metrics: Mapping[str, float]) -> str:

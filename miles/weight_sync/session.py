@@ -15,21 +15,24 @@ class UpdateSession:
     computed with the old weights is left, and none start until the session ends. After a failure the engine holds
     weights of two versions: its version stays the old one, and the error must end the run or start the update anew.
 
-    names: every tensor that must be sent. version: what the engine reports once they were.
+    names: every tensor that must be sent. version: what the engine reports once they were. flush_cache: empty the
+    engine's cache; False where its memory is away, in which case it was emptied before that.
     """
 
-    def __init__(self, client: SGLangClient, names: Iterable[str], version: int):
+    def __init__(self, client: SGLangClient, names: Iterable[str], version: int, flush_cache: bool):
         self.client = client
         self.version = version
+        self.flush_cache = flush_cache
         self._missing = dict.fromkeys(names)
         self._paused = False
 
     async def open(self) -> None:
-        """Pause the engine and empty its cache."""
+        """Pause the engine and, with flush_cache, empty its cache."""
         # Set first: a pause that failed midway may have happened.
         self._paused = True
         await self.client.pause("abort")
-        await self.client.flush_cache()
+        if self.flush_cache:
+            await self.client.flush_cache()
 
     async def send(self, names: list[str], delivery: Awaitable[None]) -> None:
         """Await a transport's `delivery` of the tensors `names`. Raises RuntimeError with the bucket where it fails."""

@@ -13,7 +13,7 @@ from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.weight_sync.bucket import SharedBucket, buckets
-from miles.weight_sync.gather import NamedTensor, ParallelInfo, hf_tensors, make_plan
+from miles.weight_sync.gather import NamedTensor, ParallelInfo, Read, hf_tensors, make_plan
 from miles.weight_sync.session import UpdateSession
 from miles.weight_sync.target import EngineTarget
 
@@ -26,7 +26,8 @@ class WeightUpdater:
     model: this stage's GPTModel, unwrapped. checkpoint_folder: where the engines loaded their weights from.
     rank: this process in the trainer's world. group: a gloo group of all trainer ranks, for agreement.
     buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time (the gathered
-    tensors and their flat copy), an engine maps the copy.
+    tensors and their flat copy), an engine maps the copy. flush_cache: empty the engines' caches before the first
+    bucket; False where their memory is away during an update, in which case they were emptied before.
     Raises ValueError where names or shapes of model and checkpoint differ.
     """
 
@@ -41,9 +42,11 @@ class WeightUpdater:
         rank: int,
         group: dist.ProcessGroup,
         buffer_size: int,
+        flush_cache: bool,
     ):
         self.model, self.family, self.hf_config, self.parallel = model, family, hf_config, parallel
         self.engines, self.rank, self.group, self.buffer_size = engines, rank, group, buffer_size
+        self.flush_cache = flush_cache
         self.index = CheckpointIndex(checkpoint_folder)
         self.names = list(make_plan(family, hf_config, parallel.stage_layers, self.index).shapes)
         # Every rank takes part in creating every group; an engine served by one rank needs none.
@@ -52,16 +55,17 @@ class WeightUpdater:
             for members in (sorted(set(engine.source_ranks)) for engine in engines)
         ]
 
-    def update(self, version: int) -> dict[str, float]:
+    def update(self, version: int, read: Read) -> dict[str, float]:
         """Send every weight and set the engines' version; returns metrics (`perf/update_weights_*`).
 
+        read: gives a parameter's values (see `hf_tensors`); the parameters themselves are not touched.
         Raises RuntimeError on every rank where one rank or engine failed; the engines are released first.
         """
         start, sent_bytes, sent_tensors = time.perf_counter(), 0, 0
-        tensors = hf_tensors(self.model, self.family, self.hf_config, self.parallel, self.index)
+        tensors = hf_tensors(self.model, self.family, self.hf_config, self.parallel, self.index, read)
         with asyncio.Runner() as runner:
             sessions = {
-                number: UpdateSession(SGLangClient(engine.url), self.names, version)
+                number: UpdateSession(SGLangClient(engine.url), self.names, version, self.flush_cache)
                 for number, engine in enumerate(self.engines)
                 if engine.source_ranks[0] == self.rank
             }
@@ -77,6 +81,9 @@ class WeightUpdater:
             finally:
                 runner.run(_all(session.release() for session in sessions.values()))
         assert sent_tensors == len(self.names)
+        if next(self.model.parameters()).is_cuda:
+            # The engines take their memory back next: none of the buckets' may stay cached here.
+            torch.cuda.empty_cache()
         seconds = time.perf_counter() - start
         return {
             "perf/update_weights_time": seconds,

@@ -1,6 +1,8 @@
 """MegatronTrainRayActor: one rank of the trainer, as a Ray actor."""
 
+import contextlib
 import logging
+import time
 
 import numpy as np
 import ray
@@ -14,13 +16,21 @@ from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.megatron_utils.initialize import initialize
 from miles.backends.megatron_utils.model import build_model, build_train_state, stage_layers
 from miles.backends.megatron_utils.reference import ReferenceWeights
+from miles.backends.megatron_utils.residency import (
+    TrainerResidency,
+    build_residency,
+    drop_quantized_workspaces,
+    empty_caches,
+)
+from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
+from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
 from miles.backends.megatron_utils.training import ShardTrainer, Stopwatch
 from miles.config import RunConfig
 from miles.training.schedule import TrainShard
 from miles.utils.checkpoint_folder import find_checkpoint
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
-from miles.weight_sync.gather import ParallelInfo
+from miles.weight_sync.gather import ParallelInfo, live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import WeightUpdater
 
@@ -55,10 +65,10 @@ class MegatronTrainRayActor:
         self.parallel = ParallelInfo(
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=config.tensor_model_parallel_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=parallel_state.get_tensor_model_parallel_group,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             pp_size=config.pipeline_model_parallel_size,
-            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group,
             stage_layers=stage_layers(self.model.config),
         )
         self.reference = None
@@ -77,6 +87,16 @@ class MegatronTrainRayActor:
         self.trainer = ShardTrainer(config, self.hf_config.vocab_size)
         self.updater: WeightUpdater | None = None
         self.checked_log_probs = False
+        if config.stream_optimizer_state_to_disk:
+            # It takes over the optimizer's step and its state in checkpoints.
+            StreamedOptimizer(
+                self.state,
+                config.offload_train_disk_dir,
+                config.offload_train_disk_chunk_mb * 2**20,
+                MOMENT_DTYPES[config.stream_optimizer_state_moment_dtype],
+                pinned=config.device == "cuda",
+            )
+        self.residency = build_residency(config, self.rank, self.state) if config.offload_train else None
 
     def _load_hf_weights(self, folder: str) -> None:
         parallel = self.parallel
@@ -107,6 +127,8 @@ class MegatronTrainRayActor:
                 --max-logprob-abs-diff.
         """
         config, watch = self.config, Stopwatch()
+        if self.residency is not None:
+            self.residency.wake_up()
         columns: dict[str, torch.Tensor] = {}
         if config.loss_type == "policy_loss":
             if self.reference is not None:
@@ -153,31 +175,78 @@ class MegatronTrainRayActor:
 
     def connect(self, engines: list[EngineTarget]) -> None:
         """Prepare to send weights to `engines`."""
+        config = self.config
         self.updater = WeightUpdater(
             model=self.model,
             family=self.family,
             hf_config=self.hf_config,
             parallel=self.parallel,
-            checkpoint_folder=self.config.hf_checkpoint,
+            checkpoint_folder=config.hf_checkpoint,
             engines=engines,
             rank=self.rank,
             group=dist.new_group(backend="gloo"),
-            buffer_size=self.config.update_weight_buffer_size,
+            buffer_size=config.update_weight_buffer_size,
+            # A released cache was flushed before its memory went, and must not be touched.
+            flush_cache=not (config.offload_rollout and "kv_cache" in config.offload_rollout_level),
         )
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Send the weights to the engines as `version`; metrics on rank 0."""
-        metrics = self.updater.update(version)
+        """Send the weights to the engines as `version`, awake or asleep; metrics on rank 0."""
+        metrics = self.updater.update(version, live if self.residency is None else self.residency.read_weight)
         return metrics if self.rank == 0 else {}
 
     def save(self, rollout_id: int) -> None:
-        """Write this rank's part of the checkpoint of `rollout_id`."""
-        checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
+        """Write this rank's part of the checkpoint of `rollout_id`, awake or asleep."""
+        with self._awake():
+            checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
+            empty_caches(torch.device(self.config.device))  # the writer's pinned buffers are as large as the state
 
     def export_hf(self, rollout_id: int) -> None:
-        """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names."""
+        """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names, awake or asleep."""
         folder = self.config.save_hf.format(rollout_id=rollout_id)
         source, is_writer = self.config.hf_checkpoint, self.rank == 0
-        if parallel_state.get_data_parallel_rank() == 0:
-            save_hf(folder, self.model, self.family, self.hf_config, self.parallel, source, is_writer)
-        dist.barrier()
+        with self._awake():
+            if parallel_state.get_data_parallel_rank() == 0:
+                save_hf(folder, self.model, self.family, self.hf_config, self.parallel, source, is_writer)
+            dist.barrier()
+
+    # Where the memory is; see TrainerResidency for each verb.
+
+    def sleep(self) -> dict[str, float]:
+        """Leave the GPU; returns metrics. Does nothing where this rank is asleep already."""
+        return self._residency().sleep()
+
+    def wake_up(self) -> dict[str, float]:
+        """Come back to the GPU; returns metrics. Does nothing where this rank is awake."""
+        return self._residency().wake_up()
+
+    def onload(self) -> dict[str, float]:
+        """Wake up ahead of `train()`, which would do it too."""
+        return self.wake_up()
+
+    def offload_grad_buffer(self) -> dict[str, float]:
+        """Drop the gradients ahead of the sleep."""
+        return self._residency().offload_grad_buffer()
+
+    def destroy_process_groups(self) -> dict[str, float]:
+        """Destroy the sub process groups again after a weight sync in the sleep; returns metrics."""
+        return self._residency().destroy_process_groups()
+
+    def reload_process_groups(self) -> dict[str, float]:
+        """Build the sub process groups for a weight sync in the sleep; returns metrics."""
+        return self._residency().reload_process_groups()
+
+    def clear_memory(self) -> dict[str, float]:
+        """Give cached memory back, asleep or awake; returns metrics."""
+        started = time.perf_counter()
+        drop_quantized_workspaces(self.model)
+        empty_caches(torch.device(self.config.device))
+        return {"perf/clear_memory_time": time.perf_counter() - started}
+
+    def _residency(self) -> TrainerResidency:
+        if self.residency is None:
+            raise ValueError("the trainer's memory can only move with --offload-train, which is off")
+        return self.residency
+
+    def _awake(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.residency is None else self.residency.awake()

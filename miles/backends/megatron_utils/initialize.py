@@ -28,9 +28,18 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
         world_size=world_size,
         timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
     )
+    build_process_groups(config)
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
+
+
+def build_process_groups(config: RunConfig) -> None:
+    """Build Megatron's groups inside torch's world; all ranks call it together.
+
+    After `parallel_state.destroy_model_parallel()` it can be called again and gives the same groups anew. It draws no
+    random numbers.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
     )
-    torch.manual_seed(config.seed)
-    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)

@@ -8,7 +8,26 @@ In megatron-core 0.19.2 it has three faults there, each silent or fatal on resum
 """
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that do the work inside Megatron's."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part.optimizer for part in parts]
+
+
+def fill_state(optimizer: torch.optim.Optimizer, moment: str) -> None:
+    """Make the zeros of a moment (`exp_avg` or `exp_avg_sq`) where Adam would at its first step; keep what is there."""
+    assert isinstance(optimizer, torch.optim.Adam), f"{type(optimizer)} keeps its state in another way"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0)
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _set_main_param_and_optimizer_states(self, model_param, tensors) -> None:

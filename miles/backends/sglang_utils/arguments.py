@@ -1,7 +1,7 @@
 """What an SGLang server is started with: arguments, command line and environment.
 
-Miles sets what it must: model, address, parallel size, seed, dtype, no warm-up request, and the backends that a CPU
-needs. Whatever the user gives as `--sglang-<name>` is added and wins.
+Miles sets what it must: model, address, parallel size, seed, dtype, no warm-up request, what sharing a GPU takes, and
+the backends that a CPU needs. Whatever the user gives as `--sglang-<name>` is added and wins.
 """
 
 import json
@@ -15,6 +15,9 @@ HOST = "127.0.0.1"
 # Size of the key-value pool, in tokens, and of the batch on a CPU: SGLang derives them from GPU memory otherwise.
 CPU_MAX_TOTAL_TOKENS = 32768
 CPU_MAX_RUNNING_REQUESTS = 128
+
+# Environment variable: our CPU server gives memory back. SGLang exits on a CPU if its own saver is asked for.
+CPU_MEMORY_SAVER = "MILES_CPU_MEMORY_SAVER"
 
 
 def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_port: int) -> dict[str, object]:
@@ -41,6 +44,11 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_por
             # An idle scheduler otherwise keeps one core busy, which the trainer needs then.
             "sleep_on_idle": True,
         }
+    else:
+        arguments["enable_memory_saver"] = config.offload_rollout
+        if config.colocate:
+            # The multicast buffers that come with these graphs don't fit beside the trainer.
+            arguments["cuda_graph_backend_prefill"] = "disabled"
     return arguments | config.sglang
 
 
@@ -74,6 +82,8 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # Never opened, but checked: left out, SGLang takes port + 10000, which may be above 65535.
     environment["SGLANG_GRPC_PORT"] = str(grpc_port)
+    # Otherwise each /health generates a token: a second on a CPU, and the end of an engine whose memory is released.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if config.device == "cuda":
         if len(gpu_ids) != config.rollout_num_gpus_per_engine:
             raise ValueError(
@@ -81,17 +91,20 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
                 "(--rollout-num-gpus-per-engine)."
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        if config.offload_rollout:
+            # Without it the graphs are captured outside the memory saver, and never leave.
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         return environment
 
     cores = sorted(os.sched_getaffinity(0))
     tp_size = config.rollout_num_gpus_per_engine
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",
-        # Otherwise each /health generates a token.
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # One core is left to the HTTP and tokenizer processes: two spinning threads a core cost a factor of ten.
         "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // (config.num_engines * tp_size))),
     }
+    if config.offload_rollout:
+        environment[CPU_MEMORY_SAVER] = "1"
     if tp_size > 1:
         if tp_size > len(cores):
             raise ValueError(

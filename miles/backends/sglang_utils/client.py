@@ -20,6 +20,10 @@ class SGLangError(RuntimeError):
         answer = "no answer" if status is None else f"HTTP {status}"
         super().__init__(f"{url}: {answer} after {attempts} attempt{'s' * (attempts > 1)}: {self.body}")
 
+    def __reduce__(self) -> tuple:
+        """How Ray carries it to the driver: an exception is rebuilt from its message otherwise."""
+        return SGLangError, (self.url, self.status, self.body, self.attempts)
+
 
 class SGLangClient:
     """Talks to the server at `url` (`http://host:port`), without proxies and without a limit of connections.
@@ -83,6 +87,15 @@ class SGLangClient:
         """The server's model; `weight_version` is the version of its weights."""
         return await self._call("GET", "/model_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
 
+    async def server_info(self) -> dict:
+        """The server's arguments and `internal_states`, one a data-parallel rank."""
+        return await self._call("GET", "/server_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+
+    async def running_requests(self) -> int:
+        """How many requests run or wait."""
+        reply = await self._call("GET", "/v1/loads?include=core", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"])
+
     async def flush_cache(self, timeout: float = 60.0) -> None:
         """Drop the prefix cache, waiting up to `timeout` seconds for running requests; not after `pause("retract")`."""
         await self._control(f"/flush_cache?timeout={timeout:g}", None)
@@ -94,6 +107,19 @@ class SGLangClient:
     async def continue_(self) -> None:
         """Go on after `pause`."""
         await self._control("/continue_generation", {})
+
+    # Memory
+
+    async def release_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Give the memory of `tags` (kv_cache, weights, cuda_graph) back; its contents are lost.
+
+        Every tag must be there and no request may run: the server dies otherwise. See `EngineMemory`.
+        """
+        await self._control("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Take the memory of `tags` again. Every tag must have been released: the server dies otherwise."""
+        await self._control("/resume_memory_occupation", {"tags": list(tags)})
 
     # Weights
 

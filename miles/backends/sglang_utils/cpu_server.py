@@ -1,16 +1,22 @@
-"""`python -m miles.backends.sglang_utils.cpu_server ...`: `sglang.launch_server` on a CPU, honouring `sampling_seed`.
+"""`python -m miles.backends.sglang_utils.cpu_server ...`: `sglang.launch_server` on a CPU, with what it lacks there.
 
 SGLang draws by a request's own seed only in deterministic mode, whose attention backends, matrix kernels and hash need
 a GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends
 on its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
 
+With `CPU_MEMORY_SAVER` in its environment it also gives memory back when told to (see `cpu_memory`).
+
 The hooks are registered on import because SGLang's scheduler is a spawned process, which imports the main module again.
 """
 
+import os
 import runpy
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from miles.backends.sglang_utils import cpu_memory
+from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
 
 SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
 MASK_32 = 0xFFFFFFFF
@@ -45,6 +51,8 @@ HookRegistry.register(
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, HookType.AFTER
 )
 HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, HookType.REPLACE)
+if CPU_MEMORY_SAVER in os.environ:
+    cpu_memory.register()
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

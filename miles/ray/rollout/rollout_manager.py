@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.config import RunConfig
+from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
+from miles.residency.plan import Region
+from miles.residency.policy import policy_of
 from miles.rewards import check_errors, compute_rewards, load_reward
 from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.evaluate import EvaluationSets
@@ -51,15 +55,21 @@ class RolloutManager:
         self._engines = engines
         self._urls: list[str] = []
         self._clients: list[SGLangClient] = []
+        policy = policy_of(config)
+        self._movable = frozenset((Region.CUDA_GRAPH, *policy.levels) if policy.offload_rollout else ())
         self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
         self._data = RolloutDataSource(config, self._tokenizer)
         self._evaluation_sets = EvaluationSets(config, self._tokenizer)
         if config.needs_engines:
             load_reward(config)
         self._generator: GroupGenerator | None = None
+        self._memory = RolloutMemory([], self._movable, self.check_engines)
 
     async def start(self) -> None:
-        """Start all engines and wait until they are healthy. If one fails, all are ended and its error is raised."""
+        """Start all engines and wait until they are healthy. If one fails, all are ended and its error is raised.
+
+        Where their memory may move, its size is asked for, too.
+        """
         try:
             self._urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
         except Exception:
@@ -76,6 +86,12 @@ class RolloutManager:
         ]
         if self._clients:
             self._generator = GroupGenerator(self._config, self._clients, self._tokenizer, self.check_engines)
+        self._memory = RolloutMemory(
+            [EngineMemory(f"engine {rank} ({client.url})", client) for rank, client in enumerate(self._clients)],
+            self._movable,
+            self.check_engines,
+        )
+        await self._memory.measure()
 
     async def engine_urls(self) -> list[str]:
         """URL of each engine's server, by engine rank."""
@@ -103,15 +119,21 @@ class RolloutManager:
         return config.model_copy(update={"num_rollout": num_rollout, "lr_decay_iters": decay})
 
     async def generate(self, rollout_id: int) -> RolloutResult:
-        """Make the training data of one rollout."""
+        """Make the training data of one rollout.
+
+        Raises:
+            ResidencyError: engine memory is away, or released weights were not updated since.
+        """
         start = time.monotonic()
-        groups = self._data.get_samples(self._config.rollout_batch_size)
         metrics = {}
-        if self._generator is None:
-            sft_samples(groups, self._tokenizer)
-        else:
-            errors = await self._sample_and_reward(groups, Sampling.for_rollout(self._config), f"Rollout {rollout_id}")
-            metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
+        async with self._memory.in_use(f"rollout {rollout_id}"):
+            groups = self._data.get_samples(self._config.rollout_batch_size)
+            if self._generator is None:
+                sft_samples(groups, self._tokenizer)
+            else:
+                sampling = Sampling.for_rollout(self._config)
+                errors = await self._sample_and_reward(groups, sampling, f"Rollout {rollout_id}")
+                metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
         seconds = time.monotonic() - start
 
         samples = [sample for group in groups for sample in group]
@@ -125,13 +147,56 @@ class RolloutManager:
         return RolloutResult(self._shards(TrainBatch.from_samples(samples, rewards)), metrics)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Sample and score every set of `--eval-prompt-data`; returns `eval/*` metrics."""
+        """Sample and score every set of `--eval-prompt-data`; returns `eval/*` metrics.
+
+        Raises:
+            ResidencyError: engine memory is away, or released weights were not updated since.
+        """
         metrics = {}
-        for name, groups in self._evaluation_sets.groups().items():
-            sampling = Sampling.for_eval(self._config, name)
-            await self._sample_and_reward(groups, sampling, f"Evaluation {name} after rollout {rollout_id}")
-            metrics |= eval_metrics(name, [sample for group in groups for sample in group])
+        async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
+            for name, groups in self._evaluation_sets.groups().items():
+                sampling = Sampling.for_eval(self._config, name)
+                await self._sample_and_reward(groups, sampling, f"Evaluation {name} after rollout {rollout_id}")
+                metrics |= eval_metrics(name, [sample for group in groups for sample in group])
         return metrics
+
+    async def offload(self, tags: Sequence[str]) -> dict[str, float]:
+        """Release engine memory: those of `tags` (cuda_graph, kv_cache, weights) that may leave; its contents are lost.
+
+        Without --offload-rollout nothing may leave, with it the CUDA graphs and what --offload-rollout-level names.
+        What is away already stays away. Waits for running requests, then aborts them.
+
+        Returns:
+            perf/offload_rollout_time (seconds) and perf/offload_rollout_bytes (released, of all engines).
+
+        Raises:
+            ValueError: a tag is unknown.
+            ResidencyError: a rollout or an evaluation still runs, or an engine failed; all others are awaited first.
+        """
+        return await self._memory.offload(tags)
+
+    async def onload(self, tags: Sequence[str]) -> dict[str, float]:
+        """Take engine memory back, under the same rule: those of `tags` that are away. The weights come back undefined.
+
+        Returns and raises as `offload`; the metrics are perf/onload_rollout_*.
+        """
+        return await self._memory.onload(tags)
+
+    async def offload_kv(self) -> dict[str, float]:
+        """`offload` of the CUDA graphs and the key-value cache."""
+        return await self.offload([Region.CUDA_GRAPH, Region.KV_CACHE])
+
+    async def offload_weights(self) -> dict[str, float]:
+        """`offload` of the weights."""
+        return await self.offload([Region.WEIGHTS])
+
+    async def onload_kv(self) -> dict[str, float]:
+        """`onload` of the key-value cache and the CUDA graphs."""
+        return await self.onload([Region.KV_CACHE, Region.CUDA_GRAPH])
+
+    async def onload_weights(self) -> dict[str, float]:
+        """`onload` of the weights; generating is refused until they have been updated."""
+        return await self.onload([Region.WEIGHTS])
 
     async def save(self, folder: Path) -> None:
         """Write the position in the prompts into `folder`."""

@@ -37,7 +37,12 @@ class TrainGroup:
             getattr(actor, method)(*args, *(() if per_rank is None else (per_rank[rank],)))
             for rank, actor in enumerate(self.ranks)
         ]
-        return await asyncio.gather(*calls)
+        # All are awaited even if one fails: no rank works on after the call.
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def init(self) -> None:
         """Build process groups and model on every rank and load the weights."""
@@ -74,6 +79,43 @@ class TrainGroup:
     async def export_hf(self, rollout_id: int) -> None:
         """Write the weights as a Hugging Face checkpoint under --save-hf."""
         await self._all("export_hf", rollout_id)
+
+    async def sleep(self) -> dict[str, float]:
+        """Move the trainer off the GPUs; returns perf metrics, as the next verbs do."""
+        return _added_up(await self._all("sleep"))
+
+    async def wake_up(self) -> dict[str, float]:
+        """Bring the trainer back to the GPUs."""
+        return _added_up(await self._all("wake_up"))
+
+    async def onload(self) -> dict[str, float]:
+        """Wake up ahead of `train`, which would do it too."""
+        return _added_up(await self._all("onload"))
+
+    async def offload_grad_buffer(self) -> dict[str, float]:
+        """Drop the gradients ahead of the sleep."""
+        return _added_up(await self._all("offload_grad_buffer"))
+
+    async def destroy_process_groups(self) -> dict[str, float]:
+        """Destroy the sub process groups after a weight sync in the sleep."""
+        return _added_up(await self._all("destroy_process_groups"))
+
+    async def reload_process_groups(self) -> dict[str, float]:
+        """Build the sub process groups for a weight sync in the sleep."""
+        return _added_up(await self._all("reload_process_groups"))
+
+    async def clear_memory(self) -> dict[str, float]:
+        """Give the allocators' cached memory back."""
+        return _added_up(await self._all("clear_memory"))
+
+
+def _added_up(results: list[dict[str, float]]) -> dict[str, float]:
+    """One number from those of all ranks: of times the longest, of bytes the sum."""
+    names = {name for result in results for name in result}
+    return {
+        name: (max if name.endswith("_time") else sum)(result[name] for result in results if name in result)
+        for name in sorted(names)
+    }
 
 
 def _merged(results: list[dict[str, float]]) -> dict[str, float]:

@@ -4,10 +4,19 @@ import json
 
 import pytest
 
+from miles.config import offload_rules
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a checkpoint folder `model` and prompt files `train.jsonl` and `held_out.jsonl`."""
+    """A working directory with a checkpoint folder `model` and prompt files `train.jsonl` and `held_out.jsonl`.
+
+    It is $SCRATCH too, and all that is here counts as on a disk, but for /dev/shm.
+    """
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/sda1 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n")
+    monkeypatch.setattr(offload_rules, "MOUNTS", mounts)
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
     model = tmp_path / "model"
     model.mkdir()
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}

@@ -25,7 +25,7 @@ def test_kinds_of_values():
     assert line.sglang == {"mem_fraction_static": ["0.3"], "disable_cuda_graph": True, "enable_metrics": False}
 
 
-@pytest.mark.parametrize("name", ["colocate", "use-tensorboard", "offload-train", "disable-rewards-normalization"])
+@pytest.mark.parametrize("name", ["colocate", "use-tensorboard", "offload", "offload-train", "offload-rollout"])
 def test_switches_go_both_ways(name):
     assert read_command_line([f"--{name}"]).values == {name.replace("-", "_"): True}
     assert read_command_line([f"--no-{name}"]).values == {name.replace("-", "_"): False}
@@ -34,6 +34,11 @@ def test_switches_go_both_ways(name):
 def test_a_negative_name_is_negated_by_the_positive_one():
     assert read_command_line(["--no-load-optim"]).values == {"no_load_optim": True}
     assert read_command_line(["--load-optim"]).values == {"no_load_optim": False}
+
+
+def test_a_list_with_a_default_is_emptied_by_no_value():
+    line = read_command_line(["--offload-rollout-level", "--colocate"])
+    assert (line.values, line.problems) == ({"offload_rollout_level": [], "colocate": True}, [])
 
 
 def test_nothing():

@@ -1,10 +1,13 @@
 """What follows from what was given."""
 
+import os
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from miles.config.derive import derive
+from miles.config.offload_rules import scratch_folder
 from miles.config.resolve import resolve
 from miles.config.run_config import RunConfig
 
@@ -14,6 +17,24 @@ def derived(**given):
     return derive(dict(config), datetime(2026, 3, 4, 5, 6, 7))
 
 
+ASKED = {
+    "offload_train_target": "disk",
+    "rematerialize_param_from_master_weight": True,
+    "colocate_memory_peak_device": "gpu",
+    "check_residency": True,
+    "stream_optimizer_state_to_disk": True,
+}
+NOTHING_MOVES = {
+    "offload_train": False,
+    "offload_rollout": False,
+    "offload_train_target": "cpu",
+    "rematerialize_param_from_master_weight": False,
+    "colocate_memory_peak_device": "cpu",
+    "check_residency": False,
+}
+STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir": None}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -21,6 +42,9 @@ def derived(**given):
         ({"colocate": True, "offload_train": False}, {"offload_train": False, "offload_rollout": True}),
         ({"colocate": True, "actor_num_nodes": 2}, {"rollout_num_gpus": 16}),
         ({"offload": True, "rollout_num_gpus": 4}, {"offload_train": True, "offload_rollout": True}),
+        ({"colocate": True, "offload": False}, {"offload_train": False, "offload_rollout": False}),
+        ({"offload": False, "offload_train": True}, {"offload_train": True, "offload_rollout": False}),
+        ({"offload": True, "offload_train": False}, {"offload_train": False, "offload_rollout": True}),
         ({"rollout_num_gpus": 4}, {"offload_train": False, "offload_rollout": False, "rollout_num_gpus": 4}),
         ({"loss_type": "sft_loss"}, {"rollout_num_gpus": 0, "offload_train": False}),
         ({"loss_type": "sft_loss", "colocate": True}, {"rollout_num_gpus": 0, "colocate": False}),
@@ -29,6 +53,12 @@ def derived(**given):
             {"debug_rollout_only": True, "colocate": True, "offload": True},
             {"rollout_num_gpus": 8, "colocate": False, "offload_train": False, "offload_rollout": False},
         ),
+        (ASKED | {"debug_rollout_only": True}, NOTHING_MOVES | STREAMS_NOT),
+        (ASKED | {"loss_type": "sft_loss"}, NOTHING_MOVES | {"stream_optimizer_state_to_disk": True}),
+        ({"colocate": True} | ASKED, ASKED),
+        ({"colocate": True}, {"offload_train_keep_host_buffers": True, "offload_train_disk_dir": None}),
+        ({"colocate_memory_peak_device": "gpu"}, {"offload_train_keep_host_buffers": False}),
+        ({"offload_train_keep_host_buffers": False}, {"offload_train_keep_host_buffers": False}),
         ({"device": "cuda"}, {"bf16": True}),
         ({"device": "cpu"}, {"bf16": False}),
         ({"device": "cpu", "bf16": True}, {"bf16": True}),
@@ -58,10 +88,31 @@ def test_values(given, expected):
     assert not unchanged & set(reasons)
 
 
+@pytest.mark.parametrize("given", [{"offload_train_target": "disk"}, {"stream_optimizer_state_to_disk": True}])
+def test_folder_on_disk(monkeypatch, tmp_path, given):
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    values, reasons = derived(**given)
+    assert values["offload_train_disk_dir"] == f"{tmp_path}/miles_train_offload_{os.getuid()}"
+    assert reasons["offload_train_disk_dir"] == "$SCRATCH"
+    assert derived(offload_train_disk_dir="here", **given)[0]["offload_train_disk_dir"] == "here"
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "missing"))
+    assert derived(**given)[0]["offload_train_disk_dir"] is None
+
+
+def test_scratch(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/nvme")
+    assert scratch_folder() == Path("/nvme")
+    for unset in (lambda: monkeypatch.setenv("SCRATCH", ""), lambda: monkeypatch.delenv("SCRATCH")):
+        unset()
+        assert scratch_folder() == Path("/scratch")
+
+
 def test_reasons():
     _, reasons = derived(colocate=True, num_steps_per_rollout=4)
     assert reasons["rollout_num_gpus"] == "--colocate: the engines use the trainer's GPUs"
     assert reasons["offload_train"] == "--colocate"
+    assert derived(colocate=True, offload=False)[1]["offload_train"] == "--no-offload"
+    assert derived(offload=True)[1]["offload_rollout"] == "--offload"
     assert reasons["global_batch_size"] == "32 samples in 4 steps"
     assert "num_steps_per_rollout" not in reasons
 

@@ -10,8 +10,6 @@ ROOT = Path(__file__).parents[3]
 # Read while the configuration is made, and only there: each shapes the fields and layout properties that others read.
 SHAPES_OTHERS = {
     "offload": "expands to offload_train and offload_rollout",
-    "offload_train": "asking for it is refused, so that nothing has to read it",
-    "offload_rollout": "asking for it is refused, so that nothing has to read it",
     "actor_num_nodes": "read as world_size",
     "num_gpus_per_node": "bounds the sizes that must fit on a node",
     "num_steps_per_rollout": "sets global_batch_size",
@@ -36,6 +34,5 @@ def test_every_field_is_read():
     unread = [name for name in RunConfig.model_fields if name not in read and name not in SHAPES_OTHERS]
     assert not unread, f"no module reads {', '.join(unread)}"
     assert set(SHAPES_OTHERS) <= set(RunConfig.model_fields)
-    # getattr in a loop over the two names is how the checks read the offload pair.
-    unshaped = set(SHAPES_OTHERS) - read_by_checks - {"offload_train", "offload_rollout", "advantage_estimator"}
+    unshaped = set(SHAPES_OTHERS) - read_by_checks - {"advantage_estimator"}
     assert not unshaped, f"no check or derivation reads {', '.join(unshaped)}"

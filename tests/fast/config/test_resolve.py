@@ -114,4 +114,8 @@ def test_warnings(argv):
     assert "--eval-interval is not given" in unused
     assert "--lr 0" in no_step
     assert resolve(argv("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl")).warnings == []
+    (levels,) = resolve(argv("--offload-rollout-level weight")).warnings
+    assert levels == "--offload-rollout-level weight has no effect without --offload-rollout"
+    (levels,) = resolve(argv("--offload-rollout-level")).warnings
+    assert levels == "--offload-rollout-level has no effect without --offload-rollout"
     assert resolve(argv("--ref-load model")).warnings == ["--ref-load has no effect without --use-kl-loss"]

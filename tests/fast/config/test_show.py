@@ -48,6 +48,18 @@ def test_print_config(argv, capsys):
     assert rows["sglang_mem_fraction_static"] == ["0.3", "command line"]
 
 
+def test_help_and_values_agree_about_offload(argv, capsys):
+    assert exit_status(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Turns both offloads on where they are not negated" in shown
+    assert "fit side by side, --no-offload-train --no-offload-rollout is faster" in shown
+    assert "[kv_cache weight]" in shown
+    assert exit_status(argv("--print-config", no_offload_rollout=None)) == 0
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["offload_train"] == ["False", "command line"]
+    assert rows["offload_rollout"] == ["True", "derived: --colocate"]
+
+
 def test_problems_are_numbered_and_the_status_is_2(argv, capsys):
     assert exit_status(argv("--sead 1", num_rollout="0")) == 2
     captured = capsys.readouterr()

@@ -1,13 +1,51 @@
 """Every rule, broken once."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
-from miles.config import validate
+from miles.config import offload_rules, validate
 from miles.config.resolve import ConfigError, resolve
 
+OFFLOADS = {"no_offload_train": None, "no_offload_rollout": None, "offload": ""}
+REBUILDS = {"rematerialize_param_from_master_weight": ""}
 CASES = {
+    "_planned_moves": [
+        ({"colocate_memory_peak_device": "gpu"}, "it needs --offload-train and --offload-rollout"),
+        ({"offload_train_target": "disk"}, "disk says where the sleeping trainer goes: it needs"),
+        ({**REBUILDS, "bf16": ""}, "saves bytes when the trainer sleeps: it needs --offload-train"),
+        ({**OFFLOADS, **REBUILDS, "offload_train_target": "disk"}, "does not work with --offload-train-target disk"),
+        ({**OFFLOADS, **REBUILDS, "stream_optimizer_state_to_disk": ""}, "with --stream-optimizer-state-to-disk"),
+    ],
+    "_moving_for_nobody": [
+        ({"colocate": None, "rollout_num_gpus": "4", "no_offload_rollout": None, "offload": ""},
+         "--offload-rollout without --colocate: each side has GPUs of its own then, and nobody else wants the memory; "
+         "add --colocate, or drop the offload"),
+        ({"colocate": None, "rollout_num_gpus": "4", **OFFLOADS}, "--offload-train and --offload-rollout without --co"),
+    ],
+    "_levels": [
+        ({"offload_rollout_level": "weight kv_cache weight"}, "--offload-rollout-level names weight more than once"),
+    ],
+    "_master_weights": [
+        ({**OFFLOADS, **REBUILDS}, "--rematerialize-param-from-master-weight needs --bf16: in fp32 the weights"),
+        ({**OFFLOADS, **REBUILDS, "bf16": "", "no_use_distributed_optimizer": ""},
+         "--rematerialize-param-from-master-weight needs --use-distributed-optimizer, whose masters"),
+    ],
+    "_streaming": [
+        ({"stream_optimizer_state_to_disk": "", "no_use_distributed_optimizer": ""},
+         "--stream-optimizer-state-to-disk needs --use-distributed-optimizer, whose buckets it streams"),
+        ({"stream_optimizer_state_moment_dtype": "bf16"},
+         "--stream-optimizer-state-moment-dtype bf16 has no effect without --stream-optimizer-state-to-disk; add that"),
+    ],
+    "_disk": [
+        ({**OFFLOADS, "offload_train_disk_dir": "away"},
+         "--offload-train-disk-dir away has no effect without --offload-train-target disk or --stream-optimizer-state"),
+        ({**OFFLOADS, "offload_train_target": "disk", "offload_train_disk_dir": "/dev/shm/away/run"},
+         "--offload-train-disk-dir /dev/shm/away/run is in memory (tmpfs), so that what goes there stays on the host"),
+        ({"stream_optimizer_state_to_disk": "", "offload_train_disk_dir": "/dev/shm"}, "is in memory (tmpfs)"),
+    ],
+    "_checks": [({"check_residency": ""}, "--check-residency has no effect without --offload-train")],
     "_debug_modes": [
         ({"debug_rollout_only": "", "debug_train_only": ""}, "nothing is left to run; drop one"),
         ({"debug_train_only": ""}, "policy_loss learns from engines' samples; use --loss-type"),
@@ -23,14 +61,6 @@ CASES = {
     ],
     "_split_on_gpus": [
         ({"colocate": None, "rollout_num_gpus": "4", "device": "cuda"}, "on different GPUs are not available yet"),
-    ],
-    "_moving_memory": [
-        ({"no_offload_train": None, "no_offload_rollout": None},
-         "--offload-train and --offload-rollout (--colocate turns them on): moving memory off the GPU is not available "
-         "yet; keep both sides resident with --no-offload-train --no-offload-rollout"),
-        ({"no_offload_train": None, "offload_train": ""}, "--offload-train (--colocate turns them on): moving memory"),
-        ({"colocate": None, "rollout_num_gpus": "4", "no_offload_rollout": None, "offload": ""},
-         "--offload-rollout: moving memory off the GPU is not available yet"),
     ],
     "_parallel_sizes": [
         ({"actor_num_gpus_per_node": "3", "tensor_model_parallel_size": "2", "rollout_batch_size": "9"},
@@ -150,6 +180,17 @@ def test_config_json_must_be_json(argv, folder):
         {"rm_type": None, "custom_rm_path": "my_package.my_module.reward", "label_key": None},
         {"use_kl_loss": "", "kl_loss_coef": "0"},
         {"bf16": ""},
+        {"no_offload_train": None, "no_offload_rollout": None},
+        {"no_offload_train": None},
+        {"no_offload_rollout": None, "offload_rollout_level": "weight"},
+        {"no_offload_rollout": None, "offload_rollout_level": ""},
+        {**OFFLOADS, "colocate_memory_peak_device": "gpu"},
+        {**OFFLOADS, "offload_train_target": "disk", "offload_train_disk_dir": "away", "check_residency": ""},
+        {**OFFLOADS, **REBUILDS, "bf16": ""},
+        {"stream_optimizer_state_to_disk": "", "stream_optimizer_state_moment_dtype": "bf16"},
+        {**OFFLOADS, "offload_train_target": "disk", "offload_train_disk_dir": "/dev/shm", "actor_num_nodes": "2"},
+        {**OFFLOADS, "offload_train_disk_dir": "/dev/shm", "offload_train_target": "disk", "debug_rollout_only": ""},
+        {"stream_optimizer_state_moment_dtype": "bf16", "debug_rollout_only": ""},
     ],
 )
 def test_accepted(argv, changes):
@@ -176,6 +217,11 @@ def test_accepted(argv, changes):
         ("device", "gpu"),
         ("loss_type", "ppo"),
         ("rm_type", "dapo"),
+        ("offload_train_target", "host"),
+        ("offload_train_disk_chunk_mb", "0"),
+        ("stream_optimizer_state_moment_dtype", "fp8"),
+        ("colocate_memory_peak_device", "cuda"),
+        ("train_memory_margin_bytes", "-1"),
     ],
 )
 def test_ranges(argv, name, value):
@@ -183,6 +229,25 @@ def test_ranges(argv, name, value):
         resolve(argv(**{name: value}))
     (problem,) = caught.value.problems
     assert problem.startswith(f"--{name.replace('_', '-')} is '{value}': input should be ")
+
+
+def test_no_scratch(argv, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/nowhere")
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv("--stream-optimizer-state-to-disk"))
+    (problem,) = caught.value.problems
+    assert problem.startswith("--offload-train-disk-dir is not given") and "/nowhere is no folder here" in problem
+
+
+def test_the_system_lists_its_mounts():
+    assert offload_rules._file_system(Path("/proc/self")) == "proc"
+
+
+def test_levels_have_names(argv):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv(offload_rollout_level="weights"))
+    (problem,) = caught.value.problems
+    assert problem == "--offload-rollout-level[0] is 'weights': input should be 'kv_cache' or 'weight'"
 
 
 def test_rules_are_generators():

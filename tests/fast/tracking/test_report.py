@@ -69,7 +69,34 @@ def test_step_line(make_report, clock, capsys):
     report.step(11, STEP)
     assert capsys.readouterr().out == (
         "step 12/60  reward 0.53  len 5.9  loss 0.0123  kl(engine) 1.2e-4  grad 2.31"
-        "  | generate 1.1s train 0.9s sync 0.1s | 2.2s/step  eta 1m46s\n"
+        "  | generate 1.1s train 0.9s sync 0.10s | 2.2s/step  eta 1m46s\n"
+    )
+
+
+def test_moves_show_their_bytes_and_speed(make_report, clock, capsys):
+    report = make_report(60, 11)
+    clock[0] += 3
+    moves = {
+        "perf/sleep_time": 0.16,
+        "perf/sleep_bytes": 8.3e9,
+        "perf/sleep_gb_per_s": 51.9,
+        "perf/wake_up_time": 24.04,
+        "perf/wake_up_bytes": 120e9,
+        "perf/wake_up_gb_per_s": 4.99,
+        "perf/offload_rollout_time": 0.02,
+        "perf/offload_rollout_bytes": 0.0,
+        "perf/offload_rollout_gb_per_s": 0.0,
+        "perf/onload_rollout_time": 0.05,
+        "perf/onload_rollout_bytes": 0.27e9,
+        "perf/update_weights_bytes": 200e3,
+        "perf/update_weights_gb_per_s": 0.002,
+        "perf/clear_memory_time": 0.01,
+        "perf/cpu_memory_after_offload_train_gb": 9.0,
+    }
+    report.step(11, {name: value for name, value in STEP.items() if name.startswith("perf")} | moves)
+    assert capsys.readouterr().out == (
+        "step 12/60  | generate 1.1s off 0.02s wake 24.0s (120GB 5GB/s) train 0.9s sleep 0.16s (8.3GB 52GB/s)"
+        " on 0.05s (0.27GB) sync 0.10s | 3.0s/step  eta 2m24s\n"
     )
 
 
@@ -217,6 +244,19 @@ def test_summary(make_report, clock, capsys):
             "eval/demo       0.100    0.700    0.700  (best at step 3; 2 values)\n"
             "time 15s: generate 3.3s (22%), train 2.7s (18%), sync 0.3s (2%), other 8.7s (58%)\n"
         )
+    )
+
+
+def test_summary_counts_moves_apart(make_report, clock):
+    report = make_report(1)
+    clock[0] += 5
+    moves = {"perf/sleep_time": 0.4, "perf/wake_up_time": 0.3, "perf/offload_rollout_time": 0.2}
+    # These are parts of other times, and bytes are no time.
+    parts = {"perf/destroy_process_groups_time": 0.1, "perf/actor_train_time": 0.8, "perf/sleep_bytes": 1e9}
+    report.step(0, STEP | moves | parts)
+    assert report.summary().splitlines()[-1] == (
+        "time 5.0s: generate 1.1s (22%), off 0.2s (4%), wake 0.3s (6%), train 0.9s (18%), sleep 0.4s (8%), "
+        "sync 0.1s (2%), other 2.0s (40%)"
     )
 
 

@@ -1,4 +1,4 @@
-"""A model that stands in for Megatron's."""
+"""A model that stands in for Megatron's, awake and asleep."""
 
 import torch
 
@@ -19,3 +19,15 @@ class StageModel(torch.nn.Module):
                     module.add_module(part, torch.nn.Module())
                 module = module.get_submodule(part)
             module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+
+def fall_asleep(model):
+    """Free the memory behind every parameter, as a sleeping trainer's is; returns a `read` that serves copies."""
+    copies = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    for parameter in copies:
+        parameter.untyped_storage().resize_(0)
+    return copies.__getitem__
+
+
+def no_group():
+    raise AssertionError("a group was asked for where its size is 1")

@@ -14,9 +14,9 @@ from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.weight_sync.gather import ParallelInfo
+from miles.weight_sync.gather import ParallelInfo, live
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import StageModel
+from tests.fast.weight_sync.conftest import StageModel, no_group
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ def updater_of(weights_folder, checkpoint, url, group):
     family, layers = family_for(config), range(config.num_hidden_layers)
     model = StageModel(config, layers)
     load_into(model, family, config, weights_folder, layers, 0, 1, True, True)
-    parallel = ParallelInfo(0, 1, None, 0, 1, None, [layers])
-    return WeightUpdater(model, family, config, parallel, checkpoint, [EngineTarget(url, 1, [0])], 0, group, 100_000)
+    parallel = ParallelInfo(0, 1, no_group, 0, 1, no_group, [layers])
+    engines = [EngineTarget(url, 1, [0])]
+    return WeightUpdater(model, family, config, parallel, checkpoint, engines, 0, group, 100_000, flush_cache=True)
 
 
 async def generate(url):
@@ -85,20 +86,20 @@ def test_an_update_reaches_every_weight_and_leaves_nothing_behind(engine_server,
     before = asyncio.run(version())
     other = perturbed(tiny_checkpoint, 1)
     updater = updater_of(other, tiny_checkpoint, engine_server, group)
-    metrics = updater.update(1)
+    metrics = updater.update(1, live)
     assert metrics["perf/update_weights_tensors"] == 2 * 11 + 2
     check_log_probs(engine_server, other, "1")
 
-    updater.update(2)
+    updater.update(2, live)
     shared_before, files_before = open_things()
     for number in range(3, 23):
-        updater.update(number)
+        updater.update(number, live)
     shared_after, files_after = open_things()
     # A connection more or less may be closing; a leak would be one a bucket.
     assert shared_before == shared_after and files_after <= files_before + 5
     check_log_probs(engine_server, other, "22")
 
-    updater_of(tiny_checkpoint, tiny_checkpoint, engine_server, group).update(23)
+    updater_of(tiny_checkpoint, tiny_checkpoint, engine_server, group).update(23, live)
     check_log_probs(engine_server, tiny_checkpoint, "23")
     asyncio.run(set_version(before))
 
@@ -120,7 +121,7 @@ def test_other_families(family, tmp_path, engine_config, group):
     engine = SGLangEngine(config, 0, [])
     try:
         url = engine.start()
-        updater_of(other := perturbed(folder, 2), folder, url, group).update(1)
+        updater_of(other := perturbed(folder, 2), folder, url, group).update(1, live)
         check_log_probs(url, other, "1")
     finally:
         engine.shutdown()

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 
 from miles.backends.sglang_utils.client import SGLangError
@@ -36,8 +38,8 @@ class FakeClient:
         await self._call("close")
 
 
-async def run(client, buckets, names=("a", "b", "c")):
-    session = UpdateSession(client, names, version=3)
+async def run(client, buckets, names=("a", "b", "c"), flush_cache=True):
+    session = UpdateSession(client, names, version=3, flush_cache=flush_cache)
     try:
         await session.open()
         for bucket in buckets:
@@ -51,6 +53,15 @@ async def test_order_of_an_update():
     client = FakeClient()
     await run(client, [["a", "b"], ["c"]])
     assert client.calls == ["pause abort", "flush_cache", "deliver", "deliver", "version 3", "continue_", "close"]
+
+
+@pytest.mark.parametrize("failing", [None, "pause", "deliver", "version"])
+async def test_a_cache_whose_memory_is_away_is_not_touched(failing):
+    client = FakeClient(failing)
+    with pytest.raises(RuntimeError) if failing else contextlib.nullcontext():
+        await run(client, [["a", "b", "c"]], flush_cache=False)
+    assert client.calls[0] == "pause abort" and "flush_cache" not in client.calls
+    assert failing or client.calls[1:] == ["deliver", "version 3", "continue_", "close"]
 
 
 @pytest.mark.parametrize("failing", ["pause", "flush_cache", "deliver", "version"])

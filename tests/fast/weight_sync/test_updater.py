@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.weight_sync.gather import ParallelInfo
+from miles.weight_sync.gather import ParallelInfo, live
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import StageModel
+from tests.fast.weight_sync.conftest import StageModel, fall_asleep, no_group
 
 
 class Engine:
@@ -92,22 +92,27 @@ def main(rank, world_size, store, folder, buffer_size, expected_error, *targets)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     config = load_hf_config(folder)
     family = family_for(config)
-    parallel = ParallelInfo(rank, world_size, dist.group.WORLD, 0, 1, None, [range(2)])
+    parallel = ParallelInfo(rank, world_size, lambda: dist.group.WORLD, 0, 1, no_group, [range(2)])
     model = StageModel(config, range(2), True, True, world_size)
     load_into(model, family, config, folder, range(2), rank, world_size, True, True)
     engines = [
         EngineTarget(url, len(ranks.split(",")), [int(r) for r in ranks.split(",")])
         for url, ranks in (target.split("=") for target in targets)
     ]
-    updater = WeightUpdater(
-        model, family, config, parallel, folder, engines, rank, dist.group.WORLD, buffer_size=int(buffer_size)
-    )
+
+    def updater(flush_cache):
+        group, size = dist.group.WORLD, int(buffer_size)
+        return WeightUpdater(model, family, config, parallel, folder, engines, rank, group, size, flush_cache)
+
     try:
-        metrics = updater.update(7)
+        metrics = updater(flush_cache=True).update(7, live)
     except RuntimeError as error:
         assert expected_error and expected_error in str(error), error
     else:
         assert not expected_error and metrics["perf/update_weights_tensors"] == 2 + 2 * 11
+        # Again while the trainer sleeps and the engines' caches are away, with other values.
+        read = fall_asleep(model)
+        updater(flush_cache=False).update(8, lambda parameter: 2 * read(parameter))
     dist.barrier()
 
 
@@ -123,18 +128,21 @@ def test_each_rank_of_each_engine_gets_every_weight(run_ranks, make_engine, chec
     run_ranks(__file__, 2, str(checkpoint), "20000", "", *targets)
     expected = weights(checkpoint)
     for engine in (shared, one, two):
-        assert engine.version == "7"
+        assert engine.version == "8"
         sends = engine.calls.count("/update_weights_from_tensor")
-        assert sends > 3
+        assert sends > 6
         assert [call for call in engine.calls if call != "/update_weights_from_tensor"] == [
             "/pause_generation",
             "/flush_cache",
             "/update_weight_version",
             "/continue_generation",
+            "/pause_generation",
+            "/update_weight_version",
+            "/continue_generation",
         ]
         for received in engine.received:
             assert received.keys() == expected.keys()
-            assert all(torch.equal(received[name], expected[name]) for name in expected)
+            assert all(torch.equal(received[name], 2 * expected[name]) for name in expected)
 
 
 def test_all_ranks_hear_of_one_engines_failure_and_all_engines_continue(run_ranks, make_engine, checkpoint):

@@ -118,7 +118,7 @@ def compare(folder, layout, world_size):
     from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, load_into
     from miles.backends.megatron_utils.training import run_micro_batches
     from miles.training.vocab_parallel import log_probs_and_entropy
-    from miles.weight_sync.gather import ParallelInfo, hf_tensors
+    from miles.weight_sync.gather import ParallelInfo, hf_tensors, live
 
     hf_config = load_hf_config(folder)
     config, family = run_config(folder, layout, world_size), family_for(hf_config)
@@ -149,8 +149,8 @@ def compare(folder, layout, world_size):
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    parallel = ParallelInfo(tp_rank, tp_size, tp_group, stage, pp_size, pp_group, stages)
-    gathered = dict(hf_tensors(model, family, hf_config, parallel, CheckpointIndex(folder)))
+    parallel = ParallelInfo(tp_rank, tp_size, lambda: tp_group, stage, pp_size, lambda: pp_group, stages)
+    gathered = dict(hf_tensors(model, family, hf_config, parallel, CheckpointIndex(folder), live))
     assert gathered.keys() == gradients.keys()
     errors = {
         name: ((gathered[name] - expected).abs().max() / expected.abs().max()).item()

@@ -3,7 +3,12 @@ import sys
 
 import pytest
 
-from miles.backends.sglang_utils.arguments import command_line, server_arguments, server_environment
+from miles.backends.sglang_utils.arguments import (
+    CPU_MEMORY_SAVER,
+    command_line,
+    server_arguments,
+    server_environment,
+)
 from miles.utils.arguments import parse_args
 
 
@@ -21,6 +26,35 @@ def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):
     arguments = server_arguments(config, engine_rank=0, port=5000, nccl_port=5001)
     assert arguments["dtype"] == "bfloat16"
     assert not {"device", "attention_backend", "mem_fraction_static", "max_total_tokens"} & arguments.keys()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_memory_that_leaves_a_gpu(engine_flags, offload):
+    flags = ["cuda" if flag == "cpu" else flag for flag in engine_flags]
+    config = parse_args([flag for flag in flags if flag != "--no-offload-rollout" or not offload])
+    arguments = server_arguments(config, engine_rank=0, port=5000, nccl_port=5001)
+    assert ("--enable-memory-saver" in command_line(arguments)) == offload
+    assert arguments["cuda_graph_backend_prefill"] == "disabled"
+    environment = server_environment(config, engine_rank=0, gpu_ids=[0], grpc_port=5)
+    assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in environment) == offload
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert CPU_MEMORY_SAVER not in environment
+
+
+def test_the_users_prefill_graphs_win(engine_flags):
+    flags = ["cuda" if flag == "cpu" else flag for flag in engine_flags]
+    config = parse_args([*flags, "--sglang-cuda-graph-backend-prefill", "breakable"])
+    arguments = server_arguments(config, engine_rank=0, port=5000, nccl_port=5001)
+    assert arguments["cuda_graph_backend_prefill"] == "breakable"
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_memory_that_leaves_a_cpu(engine_flags, offload):
+    config = parse_args([flag for flag in engine_flags if flag != "--no-offload-rollout" or not offload])
+    # SGLang's own saver ends the server on a CPU.
+    assert "enable_memory_saver" not in server_arguments(config, engine_rank=0, port=5000, nccl_port=5001)
+    environment = server_environment(config, engine_rank=0, gpu_ids=[], grpc_port=5)
+    assert (CPU_MEMORY_SAVER in environment) == offload
 
 
 def test_command_line():

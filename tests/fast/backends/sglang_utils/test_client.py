@@ -1,4 +1,5 @@
 import asyncio
+import pickle
 import time
 
 import pytest
@@ -141,6 +142,22 @@ async def test_update_that_says_no_raises(misbehaving):
     async with SGLangClient(misbehaving.url) as client:
         with pytest.raises(SGLangError, match="no such group"):
             await client.update_weights_from_tensor(["abc"], load_format="flattened_bucket", weight_version="1")
+
+
+async def test_an_error_survives_the_way_to_the_driver(misbehaving):
+    misbehaving.script = [answers(500, {"error": "busy"})]
+    with pytest.raises(SGLangError) as caught:
+        await generate(misbehaving, retries=1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value) and vars(copy) == vars(caught.value)
+
+
+async def test_tags_of_memory_are_named(misbehaving):
+    misbehaving.script = [answers(200, None)]
+    async with SGLangClient(misbehaving.url) as client:
+        await client.release_memory_occupation(["kv_cache", "cuda_graph"])
+        await client.resume_memory_occupation(("weights",))
+    assert misbehaving.seen == [{"tags": ["kv_cache", "cuda_graph"]}, {"tags": ["weights"]}]
 
 
 async def test_proxy_settings_are_ignored(misbehaving, monkeypatch):

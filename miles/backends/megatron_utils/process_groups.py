@@ -1,0 +1,326 @@
+"""Megatron's process groups while the trainer sleeps: destroyed, and built anew behind the same attributes."""
+
+import enum
+import gc
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_BUFFER = "_GLOBAL_MEMORY_BUFFER"
+
+
+class SubGroups:
+    """All groups that Megatron's parallel_state made, on this rank. Their NCCL buffers are gigabytes on a GPU.
+
+    Construct it on all ranks together, once the groups exist; the verbs are called on all ranks together too. torch's
+    world and groups that others made are left alone.
+
+    Groups are kept as attributes all over the model, the gradient buffers and the optimizer. After `destroy` each of
+    these places holds a stand-in that raises RuntimeError when used (None would not do: it means the world to
+    torch.distributed, and a destroyed gloo group keeps working); after `rebuild` the new group that has the name of the
+    old one in parallel_state. The places known from earlier cycles are filled first; only where something old outlives
+    that is the process searched for its holders (0.1 to 1 s). So holders may come at any time, also while the groups
+    are away, and usual cycles search nothing. Known places are kept alive.
+
+    build: makes Megatron's groups; called again with the same result.
+    """
+
+    def __init__(self, build: Callable[[], None]):
+        self._build = build
+        # For agreement while the others are away; on a GPU the world's own communicator need not come into being.
+        self._control = dist.new_group(backend="gloo")
+        self._state = _State.UP
+        self._places: list[_Place] = []
+        # Who must be gone: the old groups, or after a rebuild the stand-ins, by their first name in parallel_state.
+        self._replaced: dict[str, weakref.ref] = {}
+        self._stand_ins: dict[str, _StandIn] = {}
+        self._sharing: set[tuple[str, ...]] = set()
+        self._settings: dict[str, object] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether the groups exist and can be used."""
+        return self._state is _State.UP
+
+    def destroy(self) -> None:
+        """Destroy the groups, once all ranks are here and the device is idle. No-op where they are destroyed already.
+
+        After an error, call it again (or `rebuild`): what was done is not repeated.
+        Raises RuntimeError, naming the holders, where an old group is kept by something that cannot be given another
+        value (a tuple, a suspended generator); the groups are destroyed then.
+        """
+        if self._state is _State.DOWN:
+            logger.info("the process groups are destroyed already")
+            return
+        if self._state is _State.UP:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            # Nobody's last collective may lose its peer.
+            dist.barrier(group=self._control)
+            self._sharing, self._settings = set(_sharing(_named_groups()).values()), _settings()
+            self._replaced = {}
+            self._state = _State.CHANGING
+        if not self._stand_ins:
+            self._stand_ins = {name: item for names in self._sharing for item in [_StandIn(names[0])] for name in names}
+        self._replaced |= {names[0]: weakref.ref(group) for group, names in _sharing(_named_groups()).items()}
+        self._fill(self._places, self._stand_ins)
+        _destroy_groups()
+        if unknown := self._replace(self._stand_ins):
+            raise RuntimeError(
+                "the process groups are destroyed, but some are still held where they cannot be replaced by the new "
+                f"ones: {unknown}. Hold them in an attribute, a list or a dict, or drop them before the sleep"
+            )
+        self._state = _State.DOWN
+
+    def rebuild(self) -> None:
+        """Build the groups and put each where its predecessor was. No-op where they exist.
+
+        Finishes a `destroy` or `rebuild` that failed. Raises RuntimeError on every rank where one rank could not build.
+        """
+        if self._state is _State.UP:
+            logger.info("the process groups exist already")
+            return
+        if self._state is _State.CHANGING:
+            self.destroy()
+        # A group's name in the store is its number. After a failure on one rank only the counts may differ.
+        world = distributed_c10d._world
+        world.group_count = self._largest(world.group_count)
+        self._state, failed = _State.CHANGING, True
+        try:
+            self._build()
+            failed = False
+        finally:
+            failed_anywhere = self._largest(int(failed))
+        if failed_anywhere:
+            raise RuntimeError("another rank could not build its process groups: rebuild() again, on all ranks")
+        groups = _named_groups()
+        if (sharing := set(_sharing(groups).values())) != self._sharing:
+            raise RuntimeError(
+                "the new process groups are not those that were destroyed: under these names of parallel_state the "
+                f"same groups are found only now or only before: {sorted(sharing ^ self._sharing)}"
+            )
+        vars(parallel_state).update(self._settings)
+        self._replaced = {names[0]: weakref.ref(self._stand_ins[names[0]]) for names in self._sharing}
+        self._stand_ins = {}
+        self._fill(self._places, groups)
+        if unknown := self._replace(groups):
+            logger.warning("stand-ins of destroyed process groups are still held: %s", unknown)
+        self._state = _State.UP
+
+    def verify(self) -> None:
+        """Check that nobody holds a group that was destroyed, or, after `rebuild`, what stood in for it.
+
+        Raises RuntimeError that names each holder, or where a destroy or rebuild failed midway.
+        """
+        if self._state is _State.CHANGING:
+            raise RuntimeError("the process groups are neither up nor down: the last destroy() or rebuild() failed")
+        gc.collect()
+        if self._left():
+            raise RuntimeError(f"destroyed process groups are still held: {self._explain()}")
+
+    def _largest(self, number: int) -> int:
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
+        return int(tensor)
+
+    def _left(self) -> dict[int, str]:
+        """{id: name} of what must be gone and still lives."""
+        return {id(item): name for name, reference in self._replaced.items() if (item := reference()) is not None}
+
+    def _fill(self, places: list["_Place"], new: Mapping[str, object]) -> None:
+        left = self._left()
+        for place in places:
+            place.replace(left, new)
+
+    def _replace(self, new: Mapping[str, object]) -> str:
+        """Search for what holds something that must be gone, and fill its places; returns what could not be filled."""
+        if not self._left():
+            return ""
+        gc.collect()  # what only garbage holds need not be searched for, and garbage is not kept as a place
+        for thorough in (False, True):
+            if self._left():
+                found = [_Place(container, key) for container, keys in self._search(thorough) for key in keys]
+                self._fill(found, new)
+                self._places += found
+        return self._explain() if self._left() else ""
+
+    def _search(self, thorough: bool) -> list[tuple[object, list]]:
+        """(holder, keys) of all that hold something that must be gone; no keys where a holder cannot be written to."""
+        wanted = [item for reference in self._replaced.values() if (item := reference()) is not None]
+        ids = {id(item) for item in wanted}
+        untracked = _untracked_containers() if thorough else []
+        holders = gc.get_referrers(*wanted) + _holders_among(untracked, ids)
+        return [_keys_of(holder, ids) for holder in holders if holder is not wanted and not _is_ours(holder)]
+
+    def _explain(self) -> str:
+        """What is left, and the types of its holders."""
+        names, found = ", ".join(sorted(self._left().values())), self._search(thorough=True)
+        ours = {id(found), *map(id, found)}
+        described = {
+            f"{', '.join(map(repr, keys))} of {_describe(holder, ours)}" if keys else _describe(holder, ours)
+            for holder, keys in found
+        }
+        return f"{names}, held by {'; '.join(sorted(described))}"
+
+
+class _State(enum.Enum):
+    UP = enum.auto()
+    DOWN = enum.auto()
+    CHANGING = enum.auto()  # in a verb, or it failed there
+
+
+class _StandIn:
+    """Sits where a destroyed group was."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<process group {self._name}, destroyed while the trainer sleeps>"
+
+    def __getattr__(self, attribute: str):
+        raise RuntimeError(
+            f"process group {self._name} was asked for {attribute} while it is destroyed (the trainer sleeps): "
+            "wake it, or call reload_process_groups(), first"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An entry of a dict (mostly an instance's attributes) or list, or the content of a closure's cell."""
+
+    container: dict | list | types.CellType
+    key: object
+
+    def replace(self, old: Mapping[int, str], new: Mapping[str, object]) -> None:
+        """If what is here now is one of `old` ({id: name}), put the item of that name in `new`."""
+        name = old.get(id(self._content()))
+        if name is None:
+            return
+        if isinstance(self.container, types.CellType):
+            self.container.cell_contents = new[name]
+        else:
+            self.container[self.key] = new[name]
+
+    def _content(self) -> object:
+        if isinstance(self.container, dict):
+            return self.container.get(self.key)
+        items = self.container if isinstance(self.container, list) else gc.get_referents(self.container)
+        return items[self.key] if self.key < len(items) else None
+
+
+def _keys_of(holder: object, ids: set[int]) -> tuple[object, list]:
+    """Where in `holder` the wanted objects are: (what is written to, its keys); no keys if it cannot be written to."""
+    if isinstance(holder, types.CellType):
+        return holder, [0]
+    if isinstance(holder, list):
+        return holder, [index for index, item in enumerate(holder) if id(item) in ids]
+    if not isinstance(holder, dict):
+        try:
+            holder = vars(holder)
+        except TypeError:
+            return holder, []
+    # A class's attributes are cached by the interpreter: its dict must not be written to behind its back.
+    if not isinstance(holder, dict) or "__module__" in holder:
+        return holder, []
+    return holder, [key for key, item in holder.items() if id(item) in ids]
+
+
+def _untracked_containers() -> list:
+    """Dicts and tuples that the collector does not track since they hold nothing that it tracks (groups are such).
+
+    gc.get_referrers does not see them.
+    """
+    # Not of modules: asyncio's gives dead objects of its free list, and letting go of one puts it there a second time,
+    # after which every collection runs in circles. Their dicts are tracked themselves.
+    found, layer = {}, [item for item in gc.get_objects() if not issubclass(type(item), types.ModuleType)]
+    while layer:
+        referents = {id(item): item for item in gc.get_referents(*layer) if type(item) in (dict, tuple)}
+        layer = [item for key, item in referents.items() if key not in found and not gc.is_tracked(item)]
+        found |= {id(item): item for item in layer}
+    return list(found.values())
+
+
+def _holders_among(containers: list, ids: set[int]) -> list:
+    return [container for container in containers if any(id(item) in ids for item in gc.get_referents(container))]
+
+
+def _is_ours(holder: object) -> bool:
+    """A place, or one of this file's functions at work."""
+    return isinstance(holder, _Place) or isinstance(holder, types.FrameType) and holder.f_code.co_filename == __file__
+
+
+def _describe(holder: object, ours: set[int]) -> str:
+    """Its type; for a mere container also the types of what holds it, outwards, three at most."""
+    containers, names = [holder], [_type_name(holder)]
+    while len(names) < 4 and (containers := [item for item in containers if type(item) in (dict, list, tuple)]):
+        owners = gc.get_referrers(*containers) + _holders_among(_untracked_containers(), set(map(id, containers)))
+        ours = ours | {id(containers), id(owners)}
+        containers = [owner for owner in owners if id(owner) not in ours and not _is_ours(owner)]
+        names.append(" or ".join(sorted({_type_name(owner) for owner in containers})) or "a local variable")
+    return f"a {' in a '.join(names)}"
+
+
+def _type_name(item: object) -> str:
+    kind = type(item)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _named_groups() -> dict[str, dist.ProcessGroup]:
+    """Every group in parallel_state's globals, by name, or by name and key where the global is a list or dict."""
+    found = {}
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            found[name] = value
+        elif isinstance(value, list | dict) and _is_variable(name):
+            items: Iterable = value.items() if isinstance(value, dict) else enumerate(value)
+            found |= {f"{name}[{key!r}]": item for key, item in items if isinstance(item, dist.ProcessGroup)}
+    return found
+
+
+def _is_variable(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _sharing(groups: Mapping[str, dist.ProcessGroup]) -> dict[dist.ProcessGroup, tuple[str, ...]]:
+    """{group: all its names, sorted}"""
+    names: dict[dist.ProcessGroup, list[str]] = {}
+    for name, group in groups.items():
+        names.setdefault(group, []).append(name)
+    return {group: tuple(sorted(found)) for group, found in names.items()}
+
+
+def _settings() -> dict[str, object]:
+    """parallel_state's other globals: lists of ranks, sizes and ranks that were overridden, the virtual stage."""
+    holding_groups = {name.partition("[")[0] for name in _named_groups()}
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if _is_variable(name) and name.isupper() and name not in holding_groups | {_MEMORY_BUFFER}
+    }
+
+
+def _destroy_groups() -> None:
+    """Destroy every group in parallel_state and clear its globals."""
+    groups = _named_groups()
+    ours = set(groups.values())
+    # The last one first: one order on all ranks. Those that an earlier try destroyed are no longer in the map.
+    for group in reversed(list(distributed_c10d._world.pg_map)):
+        if group in ours:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    # It forgets some.
+    for name in {name.partition("[")[0] for name in groups}:
+        if isinstance(value := vars(parallel_state)[name], dict):
+            value.clear()
+        else:
+            setattr(parallel_state, name, None)

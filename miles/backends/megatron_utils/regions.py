@@ -1,0 +1,60 @@
+"""One rank's weights, gradients and optimizer in flat buffers, each region's in device memory of its own.
+
+A move of a region then copies exactly its bytes: no padding between tensors, no temporaries of a step in its pool.
+"""
+
+import torch
+
+from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.torch_adam import fill_state, inner_optimizers
+from miles.residency.memory import DeviceMemory, pack, span
+from miles.residency.plan import Policy, Region
+
+# The tags that the device memory knows the regions by.
+TAGS = {Region.WEIGHTS: "param_buffer", Region.GRADS: "grad_buffer", Region.OPTIMIZER: "optimizer"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
+    """Move everything into its region. Gradients are away meanwhile, so that the peak is that of a training step."""
+    ddp_buffers = state.model.buffers + state.model.expert_parallel_buffers
+    grads = [_whole(buffer.grad_data) for buffer in ddp_buffers]
+    for grad in grads:
+        memory.rehome(grad.untyped_storage(), TAGS[Region.GRADS], keep=False)
+    memory.release(TAGS[Region.GRADS])
+
+    weights = [_whole(buffer.param_data) for buffer in ddp_buffers if buffer.param_data is not None]
+    for weight in weights:
+        memory.rehome(weight.untyped_storage(), TAGS[Region.WEIGHTS], keep=True)
+    loose = [p for p in state.model.module.parameters() if all(span(weight, p) is None for weight in weights)]
+    if loose:
+        weights.append(pack(loose, memory, TAGS[Region.WEIGHTS]))
+
+    regions = {Region.WEIGHTS: weights, Region.GRADS: grads, Region.OPTIMIZER: []}
+    if not policy.stream_optimizer:
+        regions[Region.OPTIMIZER] = _build_optimizer(state, memory, weights)
+    memory.restore(TAGS[Region.GRADS])
+    for grad in grads:
+        grad.zero_()
+    return regions
+
+
+def _build_optimizer(state: TrainState, memory: DeviceMemory, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One buffer for masters and one for each moment; a parameter that is its own master is a weight already."""
+    tag, buffers = TAGS[Region.OPTIMIZER], []
+    optimizers = inner_optimizers(state.optimizer)
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    masters = [p for p in params if all(span(weight, p) is None for weight in weights)]
+    if masters:
+        buffers.append(pack(masters, memory, tag))
+    for moment in MOMENTS:
+        for optimizer in optimizers:
+            fill_state(optimizer, moment)
+        states = [optimizer.state[p] for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
+        buffers.append(pack([entry[moment] for entry in states], memory, tag))
+    return buffers
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, as flat bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,332 @@
+"""Where the memory of one trainer rank is: its regions, their moves, and reading weights that are away.
+
+| region | holds | when it leaves |
+| --- | --- | --- |
+| comm | Megatron's sub process groups | destroyed, built anew on waking |
+| grads | the gradient buffers | dropped, zeroed on waking |
+| weights | the parameter buffers | copied out, or dropped and rebuilt from the masters |
+| optimizer | masters and Adam's moments | copied out |
+"""
+
+import functools
+import gc
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from miles.backends.megatron_utils.initialize import build_process_groups
+from miles.backends.megatron_utils.masters import MasterWeights
+from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.process_groups import SubGroups
+from miles.backends.megatron_utils.regions import TAGS, build_regions
+from miles.backends.megatron_utils.torch_adam import inner_optimizers
+from miles.config import RunConfig
+from miles.residency.disk_store import DiskStore
+from miles.residency.fingerprint import fingerprint
+from miles.residency.host_store import HostStore
+from miles.residency.memory import DeviceMemory, device_memory, span
+from miles.residency.plan import Move, Party, Place, Policy, Region, start, trainer_leaves, trainer_returns
+from miles.residency.policy import policy_of
+from miles.residency.state import RegionTable, State
+
+logger = logging.getLogger(__name__)
+
+# More than this left on the GPU by a sleeping rank is worth a warning: a context and its libraries need less.
+RESIDUAL_BOUND_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A move that was made: its seconds, and the bytes it copied."""
+
+    move: Move
+    seconds: float
+    copied: int
+
+
+class TrainerResidency:
+    """The regions of one rank and their moves. Every verb is idempotent, and finishes what an earlier failure left.
+
+    Built once the model holds its weights and a checkpoint is loaded: parameters, masters, moments and gradients then
+    move into regions of their own, and keep their identity from then on.
+
+    Args:
+        policy: what moves where.
+        state: the model and optimizer of this rank.
+        memory: the device memory to hold the regions.
+        store: where contents go.
+        groups: Megatron's sub process groups.
+        check: hash every tensor before a sleep and compare after the wake.
+    """
+
+    def __init__(self, policy: Policy, state: TrainState, memory: DeviceMemory, store, groups: SubGroups, check: bool):
+        self.policy, self.state, self.memory, self.store, self.groups = policy, state, memory, store, groups
+        self.party = Party.ACTOR
+        self.device = next(state.model.module.parameters()).device
+        self.table = RegionTable({key: place for key, place in start(policy).items() if key[0] is self.party})
+        self.buffers = build_regions(policy, state, memory)
+        self.masters = MasterWeights(state.model, state.optimizer, self.read) if policy.rematerialize else None
+        self.moved: list[Moved] = []  # by the last sleep or wake
+        self._check = check
+        self._fingerprints: dict[str, int] = {}
+
+    # Verbs
+
+    @property
+    def asleep(self) -> bool:
+        """Whether anything that training needs is away."""
+        return any(self._pending(move) for move in trainer_returns(self.party, self.policy))
+
+    def sleep(self) -> dict[str, float]:
+        """Leave the GPU; returns metrics (`perf/sleep_*`). Does nothing where everything has left already."""
+        moves = [move for move in trainer_leaves(self.party, self.policy) if self._pending(move)]
+        if not moves:
+            logger.info("sleep: the trainer is asleep already")
+            return {}
+        started = time.perf_counter()
+        if self._check and not self.asleep:
+            self._fingerprints = self.hash_everything()
+        drop_quantized_workspaces(self.state.model)
+        empty_caches(self.device)
+        metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
+        empty_caches(self.device)
+        metrics["perf/sleep_time"] = time.perf_counter() - started
+        return metrics | self._left_behind()
+
+    def wake_up(self) -> dict[str, float]:
+        """Come back to the GPU; returns metrics (`perf/wake_up_*`). Does nothing where nothing is away."""
+        moves = [move for move in trainer_returns(self.party, self.policy) if self._pending(move)]
+        if not moves:
+            return {}
+        started = time.perf_counter()
+        empty_caches(self.device)
+        metrics = self._run(moves, "wake_up", "perf/reload_process_groups_time")
+        for region, buffers in self.buffers.items():
+            for index in range(len(buffers)):
+                self.store.discard(_key(region, index))
+        if self._check and self._fingerprints:
+            self._compare(self.hash_everything())
+        metrics["perf/wake_up_time"] = time.perf_counter() - started
+        return metrics
+
+    def offload_grad_buffer(self) -> dict[str, float]:
+        """Drop the gradients ahead of the sleep."""
+        return self._only(Region.GRADS, trainer_leaves, "offload_grad_buffer")
+
+    def destroy_process_groups(self) -> dict[str, float]:
+        """Destroy the sub process groups that `reload_process_groups` has built for a weight sync."""
+        return self._only(Region.COMM, trainer_leaves, "destroy_process_groups")
+
+    def reload_process_groups(self) -> dict[str, float]:
+        """Build the sub process groups while the rest stays away: a weight sync gathers over them."""
+        return self._only(Region.COMM, trainer_returns, "reload_process_groups")
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the trainer is awake; if it was asleep, it sleeps again afterwards."""
+        was_asleep = self.asleep
+        self.wake_up()
+        yield
+        if was_asleep:
+            self.sleep()
+
+    # Reading
+
+    def read_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The values of a parameter on the device, wherever they are. Don't write to it.
+
+        With rematerialisation all data-parallel ranks must call it together while the weights are away.
+        """
+        if self.table.place(self.party, Region.WEIGHTS) == State.DROPPED:
+            return self.masters.read(parameter)
+        return self.read(parameter).to(self.device, non_blocking=True)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a weight, master or moment: itself on the GPU, else a tensor on the host. Don't write to it."""
+        for region, buffers in self.buffers.items():
+            for index, buffer in enumerate(buffers):
+                found = span(buffer, tensor)
+                if found is not None:
+                    return self._read(region, index, tensor, *found)
+        return tensor.detach()
+
+    def _read(self, region: Region, index: int, tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        self.table.require(self.party, region, "a reader", frozenset({Place.GPU, self.store.place}))
+        if self.table.place(self.party, region) == State.GPU:
+            return tensor.detach()
+        return self.store.read(_key(region, index), offset, nbytes).view(tensor.dtype).view(tensor.shape)
+
+    # Moves
+
+    def _pending(self, move: Move) -> bool:
+        return self.table.place(move.party, move.region) != move.target
+
+    def _only(self, region: Region, moves: Callable, verb: str) -> dict[str, float]:
+        pending = [m for m in moves(self.party, self.policy) if m.region is region and self._pending(m)]
+        started = time.perf_counter()
+        for move in pending:
+            self._move(move, verb)
+        return {f"perf/{verb}_time": time.perf_counter() - started} if region is Region.COMM else {}
+
+    def _run(self, moves: list[Move], verb: str, groups_time: str) -> dict[str, float]:
+        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took."""
+        self.moved = []
+        for move in moves:
+            self.moved.append(self._move(move, verb))
+        metrics = {f"perf/{verb}_bytes": float(sum(moved.copied for moved in self.moved))}
+        for moved in self.moved:
+            if moved.move.region is Region.COMM:
+                metrics[groups_time] = moved.seconds
+        return metrics
+
+    def _move(self, move: Move, caller: str) -> Moved:
+        """One move. A failed one leaves the region where it was."""
+        started = time.perf_counter()
+        self.table.begin(move, caller)
+        try:
+            copied = self._leave(move) if move.leaves else self._return(move)
+        except Exception as error:
+            # Contents are copied before memory goes, and kept until it is back: nothing is lost. Groups may be half
+            # built, and building them again finishes that.
+            self.table.fail(move, move.source, error)
+            raise
+        self.table.finish(move)
+        moved = Moved(move, time.perf_counter() - started, copied)
+        logger.debug("%s", moved)
+        return moved
+
+    def _leave(self, move: Move) -> int:
+        if move.region is Region.COMM:
+            self.groups.destroy()
+            return 0
+        copied = 0
+        if move.target is not Place.DROPPED:
+            for index, buffer in enumerate(self.buffers[move.region]):
+                self.store.save(_key(move.region, index), buffer)
+                copied += buffer.numel()
+        self.memory.release(TAGS[move.region])
+        return copied
+
+    def _return(self, move: Move) -> int:
+        if move.region is Region.COMM:
+            self.groups.rebuild()
+            return 0
+        self.memory.restore(TAGS[move.region])
+        copied = 0
+        try:
+            for index, buffer in enumerate(self.buffers[move.region]):
+                if move.source is not Place.DROPPED:
+                    self.store.load(_key(move.region, index), buffer)
+                    copied += buffer.numel()
+                elif move.region is Region.GRADS:
+                    buffer.zero_()
+            if move.region is Region.WEIGHTS and move.source is Place.DROPPED:
+                self.masters.rebuild()
+        except Exception:
+            self.memory.release(TAGS[move.region])
+            raise
+        return copied
+
+    # Reports
+
+    def _left_behind(self) -> dict[str, float]:
+        """Host memory after a sleep, and what this rank still holds on the GPU, by pool."""
+        host = resident_bytes()
+        metrics = {"perf/cpu_memory_after_offload_train_gb": host / 1e9}
+        if self.device.type != "cuda":
+            return metrics
+        away = sum(buffer.numel() for buffers in self.buffers.values() for buffer in buffers)
+        # The allocator counts the regions' memory as in use, mapped or not.
+        tensors = max(0, torch.cuda.memory_allocated() - away)
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if tensors + cached > RESIDUAL_BOUND_BYTES:
+            logger.warning(
+                "the sleeping trainer still holds %.2f GB of tensors outside its regions and %.2f GB of cached blocks "
+                "on the GPU", tensors / 1e9, cached / 1e9,
+            )  # fmt: skip
+        return metrics | {"perf/gpu_residual_tensors_gb": tensors / 1e9, "perf/gpu_residual_cache_gb": cached / 1e9}
+
+    def hash_everything(self) -> dict[str, int]:
+        """A fingerprint of every tensor that must survive a sleep, and of the random states."""
+        module = self.state.model.module
+        tensors = dict(module.named_parameters()) | {f"buffer {name}": b for name, b in _all_buffers(module)}
+        if not self.policy.stream_optimizer:
+            for number, optimizer in enumerate(inner_optimizers(self.state.optimizer)):
+                for index, master in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                    tensors[f"optimizer {number} master {index}"] = master
+                    for name, value in optimizer.state[master].items():
+                        tensors[f"optimizer {number} {name} {index}"] = value
+        tensors["random state"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random state of the GPU"] = torch.cuda.get_rng_state()
+        return {name: fingerprint(tensor.detach()) for name, tensor in tensors.items()}
+
+    def _compare(self, after: dict[str, int]) -> None:
+        before, self._fingerprints = self._fingerprints, {}
+        changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+        if changed:
+            raise RuntimeError(
+                f"--check-residency: {len(changed)} of {len(before)} tensors are not after the wake what they were "
+                f"before the sleep: {', '.join(sorted(changed)[:8])}"
+            )
+        logger.info("--check-residency: %d tensors are bit-equal after the wake", len(after))
+
+
+def build_residency(config: RunConfig, rank: int, state: TrainState) -> TrainerResidency:
+    """The residency of a rank that is built and loaded.
+
+    Raises ValueError for a disk folder that can't be used, and where host or disk is too small.
+    """
+    policy = policy_of(config)
+    pinned = config.device == "cuda"
+    if policy.target is Place.DISK:
+        chunk = config.offload_train_disk_chunk_mb * 2**20
+        store = DiskStore(config.offload_train_disk_dir, chunk, pinned, name=f"actor rank {rank}")
+    else:
+        store = HostStore(pinned, keep=config.offload_train_keep_host_buffers)
+    memory = device_memory(config.device, config.train_memory_margin_bytes)
+    groups = SubGroups(functools.partial(build_process_groups, config))
+    return TrainerResidency(policy, state, memory, store, groups, check=config.check_residency)
+
+
+def _all_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers and other tensors that modules hold, also those that no state dict lists (rotary frequencies)."""
+    for name, part in module.named_modules():
+        for key, value in {**vars(part), **part._buffers}.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+
+
+def _key(region: Region, index: int) -> str:
+    return f"{region}.{index}"
+
+
+def drop_quantized_workspaces(model: torch.nn.Module) -> int:
+    """Drop the FP8 copies of weights that Transformer Engine keeps, and makes again when needed; returns how many."""
+    dropped = 0
+    for part in model.modules():
+        workspaces = vars(part).get("_fp8_workspaces")
+        if workspaces:
+            dropped += len(workspaces)
+            workspaces.clear()
+    return dropped
+
+
+def empty_caches(device: torch.device) -> None:
+    """Give the allocators' cached blocks back, on the GPU and of pinned host memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+
+def resident_bytes() -> int:
+    """Host memory that this process holds now, pinned buffers included."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,322 @@
+"""Keeps fp32 masters and Adam moments on a node-local disk, within the optimizer step too.
+
+It takes over two methods of Megatron's DistributedOptimizer: `step_with_ready_grads` runs AdamW over one bucket after
+the other (miles/backends/megatron_utils/streamed_state.py) and writes the new weights into the parameter buffer;
+`sharded_state_dict` reads the state from the disk. Gradient norm, clipping and the gather of the parameters stay
+Megatron's.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.optim.adamw import adamw
+
+from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.streamed_state import BLOCK, Bucket, StateFile, decode
+
+_UNFINISHED = (
+    "an optimizer step failed midway on this or another rank: the optimizer state on disk is of two steps and can't be "
+    "used or saved: restart the run from its last checkpoint"
+)
+_CLOSED = "the optimizer state was on disk and its file is closed"
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """This rank's part of one parameter; its state lies at `start` of the file's positions."""
+
+    model_param: torch.nn.Parameter
+    main_param: torch.Tensor  # what the optimizer updates: fp32, flat; a view of the parameter if that is fp32 itself
+    has_master: bool
+    group: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.main_param.numel()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of a shard lies in one bucket."""
+
+    shard: _Shard
+    in_bucket: slice
+    in_shard: slice
+
+
+class StreamedOptimizer:
+    """Moves the optimizer state of `state` to disk, frees its memory, and takes the optimizer's steps from there.
+
+    Build it once a checkpoint has been loaded: loading into it is refused. All ranks step together. With fp32 moments
+    every step is bit-identical to the optimizer's own.
+
+    Args:
+        state: its optimizer must be one DistributedOptimizer with torch's AdamW.
+        folder: on a node-local disk; each rank makes a file without a name in it.
+        chunk_bytes: host memory for staging. On a GPU a third of it is used there too, during a step.
+        moment_dtype: format of the moments on disk; Adam computes in fp32.
+        pinned: whether the staging memory is pinned.
+
+    Raises:
+        ValueError: another optimizer, a chunk too small, a folder in memory, or a disk too full.
+    """
+
+    def __init__(self, state: TrainState, folder: str, chunk_bytes: int, moment_dtype: torch.dtype, pinned: bool):
+        self._optimizer = _distributed_optimizer(state.optimizer)
+        self._inner = self._optimizer.optimizer
+        self._device = next(state.model.parameters()).device
+        self._shards = _shards(self._optimizer)
+        self._folder = folder
+        self._problem: str | None = None
+        self._readable = False
+        self._file = StateFile(
+            folder,
+            elements=max([1, *(shard.end for shard in self._shards)]),
+            masters=any(shard.has_master for shard in self._shards),
+            moment_dtype=moment_dtype,
+            chunk_bytes=chunk_bytes,
+            pinned=pinned,
+        )
+        self._parts = _parts(self._shards, self._file.buckets, self._file.bucket_elements)
+        self._file.stream(self._take_over)
+        for shard in self._shards:
+            # Before the first step torch has no state; that of the file is zeros.
+            if not self._inner.state[shard.main_param]:
+                empty = {name: torch.empty(0, device=self._device) for name in ("exp_avg", "exp_avg_sq")}
+                self._inner.state[shard.main_param] = {"step": torch.tensor(0.0), **empty}
+            self._hide(shard)
+        self._original_sharded_state_dict = self._optimizer.sharded_state_dict
+        self._optimizer.step_with_ready_grads = self._step_with_ready_grads
+        self._optimizer.sharded_state_dict = self._sharded_state_dict
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on this rank's disk."""
+        return self._file.nbytes
+
+    @contextlib.contextmanager
+    def materialised(self) -> Iterator[None]:
+        """Within it masters and moments can be read, as host tensors; changes to them are lost.
+
+        They are pages of the file; moments of a narrow format are in host memory, in fp32. Saving a checkpoint enters
+        it by itself.
+
+        Raises:
+            RuntimeError: a step failed midway.
+        """
+        self._check()
+        whole = self._file.mapped()
+        self._readable = True
+        try:
+            for shard in self._shards:
+                self._show(shard, whole)
+            yield
+        finally:
+            for shard in self._shards:
+                self._hide(shard)
+            self._readable = False
+
+    def close(self) -> None:
+        """Give disk and staging memory back. The optimizer can't step or be saved any more."""
+        if self._problem != _CLOSED:
+            self._file.close()
+            self._problem = _CLOSED
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise RuntimeError(self._problem)
+
+    @torch.no_grad()
+    def _step_with_ready_grads(self) -> bool:
+        self._check()
+        assert not self._readable, "no step while the state is materialised"
+        # Until all buckets are written, on all ranks.
+        self._problem = _UNFINISHED
+        failure: OSError | None = None
+        try:
+            self._file.stream(self._updates())
+        except OSError as error:
+            failure = error
+        failed = torch.tensor(float(failure is not None), device=self._device)
+        # A rank that waits in the gather for one that failed would not say why.
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._optimizer.get_grad_stats_parallel_group())
+        if failed.item():
+            self._problem = _UNFINISHED if failure is None else f"{_UNFINISHED} ({self._folder}: {failure})"
+            raise RuntimeError(self._problem) from failure
+        for shard in self._shards:
+            self._inner.state[shard.main_param]["step"] += 1
+        self._problem = None
+        self._optimizer.start_param_sync_for_bucket_group_subset()
+        return True
+
+    def _updates(self) -> Callable[[int, torch.Tensor], Callable[[], object]]:
+        """One step's update of a bucket. On a GPU all is in the order of one stream: the disk is what takes time."""
+        if self._device.type == "cpu":
+
+            def update(index: int, slot: torch.Tensor) -> Callable[[], object]:
+                self._update(index, self._file.bucket(slot))
+                return lambda: None
+
+        else:
+            on_device = torch.empty(self._file.slot_bytes, dtype=torch.uint8, device=self._device)
+
+            def update(index: int, slot: torch.Tensor) -> Callable[[], object]:
+                on_device.copy_(slot, non_blocking=True)
+                self._update(index, self._file.bucket(on_device))
+                slot.copy_(on_device, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+                return done.synchronize
+
+        return update
+
+    def _update(self, index: int, bucket: Bucket) -> None:
+        """torch's AdamW over the bucket, then the new values into the parameter buffer."""
+        exp_avg, exp_avg_sq = bucket.moments()
+        for number, group in enumerate(self._inner.param_groups):
+            parts = [part for part in self._parts[index] if part.shard.group == number]
+            if not parts:
+                continue
+            values = [
+                bucket.masters[part.in_bucket]
+                if part.shard.has_master
+                else part.shard.main_param.detach()[part.in_shard]
+                for part in parts
+            ]
+            beta1, beta2 = group["betas"]
+            adamw(
+                values,
+                [part.shard.main_param.grad[part.in_shard] for part in parts],
+                [exp_avg[part.in_bucket] for part in parts],
+                [exp_avg_sq[part.in_bucket] for part in parts],
+                [],
+                # Copies: a shard in several parts has one count, which advances at the end.
+                [self._inner.state[part.shard.main_param]["step"].clone() for part in parts],
+                foreach=group["foreach"],
+                capturable=group["capturable"],
+                differentiable=group["differentiable"],
+                fused=group["fused"],
+                amsgrad=group["amsgrad"],
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )
+            for part, value in zip(parts, values, strict=True):
+                self._in_parameter_buffer(part.shard)[part.in_shard].copy_(value)
+        bucket.store_moments(exp_avg, exp_avg_sq, self._seed(index))
+
+    def _take_over(self, index: int, slot: torch.Tensor) -> Callable[[], object]:
+        """The state as it was before, into a bucket of the new file."""
+        bucket = self._file.bucket(slot)
+        exp_avg, exp_avg_sq = bucket.moments()
+        for part in self._parts[index]:
+            if part.shard.has_master:
+                bucket.masters[part.in_bucket].copy_(part.shard.main_param[part.in_shard])
+            state = self._inner.state[part.shard.main_param]
+            if state:
+                exp_avg[part.in_bucket].copy_(state["exp_avg"][part.in_shard])
+                exp_avg_sq[part.in_bucket].copy_(state["exp_avg_sq"][part.in_shard])
+        bucket.store_moments(exp_avg, exp_avg_sq, self._seed(index))
+        return lambda: None
+
+    def _seed(self, index: int) -> int:
+        """Of the rounding of bucket `index` in this step."""
+        state = self._inner.state[self._parts[index][0].shard.main_param] if self._parts[index] else {}
+        return int(state["step"] if state else 0) * self._file.buckets + index
+
+    def _in_parameter_buffer(self, shard: _Shard) -> torch.Tensor:
+        """Where the gather takes the shard's new values from, flat. As DistributedOptimizer finds it."""
+        buffer, _, bucket = self._optimizer.model_param_gbuf_map[shard.model_param]
+        place = self._optimizer._get_model_param_range_map(shard.model_param)["gbuf_world_in_bucket"]
+        return self._optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+
+    def _sharded_state_dict(self, model_state: dict, is_loading: bool = False, *, metadata: dict) -> dict:
+        assert not is_loading, "a checkpoint is loaded before the optimizer state goes to disk"
+        # This format copies what it gathers: nothing of it reads the state later.
+        assert metadata["distrib_optim_sharding_type"] == "fully_reshardable"
+        with self.materialised():
+            return self._original_sharded_state_dict(model_state, metadata=metadata)
+
+    def _show(self, shard: _Shard, whole: Bucket) -> None:
+        place, state = slice(shard.start, shard.end), self._inner.state[shard.main_param]
+        if shard.has_master:
+            shard.main_param.data = whole.masters[place]
+        if whole.exp_avg_scales is None:
+            state["exp_avg"].data, state["exp_avg_sq"].data = whole.exp_avg[place], whole.exp_avg_sq[place]
+            return
+        end = _block_up(shard.end)
+        blocks, size = slice(shard.start // BLOCK, end // BLOCK), shard.main_param.numel()
+        place = slice(shard.start, end)
+        state["exp_avg"].data = decode(whole.exp_avg[place], whole.exp_avg_scales[blocks], root=False)[:size]
+        state["exp_avg_sq"].data = decode(whole.exp_avg_sq[place], whole.exp_avg_sq_scales[blocks], root=True)[:size]
+
+    def _hide(self, shard: _Shard) -> None:
+        """Tensors of the same shape without memory. Reading one by mistake gives NaN, writing raises."""
+        state = self._inner.state[shard.main_param]
+        nothing = torch.full((), torch.nan, device=self._device).expand(shard.main_param.shape)
+        for tensor in ([shard.main_param] if shard.has_master else []) + [state["exp_avg"], state["exp_avg_sq"]]:
+            tensor.data = nothing
+
+
+def _distributed_optimizer(optimizer: MegatronOptimizer) -> DistributedOptimizer:
+    if isinstance(optimizer, ChainedOptimizer):
+        if len(optimizer.chained_optimizers) != 1:
+            raise ValueError(
+                f"--stream-optimizer-state-to-disk takes one optimizer and this model has "
+                f"{len(optimizer.chained_optimizers)} (experts over several ranks have their own): drop the flag"
+            )
+        (optimizer,) = optimizer.chained_optimizers
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk takes Megatron's distributed optimizer, not {type(optimizer).__name__}: "
+            "drop --no-use-distributed-optimizer"
+        )
+    if type(optimizer.optimizer) is not torch.optim.AdamW:
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk takes torch's AdamW, not {type(optimizer.optimizer).__module__}."
+            f"{type(optimizer.optimizer).__name__} (Megatron prefers Transformer Engine's and Apex's where one is "
+            "installed): drop the flag or uninstall them"
+        )
+    assert not optimizer.ddp_config.overlap_param_gather and not optimizer.ddp_config.fp8_param_gather
+    assert not optimizer.config.use_precision_aware_optimizer
+    assert not any(group["amsgrad"] for group in optimizer.optimizer.param_groups)
+    return optimizer
+
+
+def _shards(optimizer: DistributedOptimizer) -> list[_Shard]:
+    shards: list[_Shard] = []
+    for has_master, model_groups, main_groups in (
+        (True, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (False, optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for group, (model_params, main_params) in enumerate(zip(model_groups, main_groups, strict=True)):
+            for model_param, main_param in zip(model_params, main_params, strict=True):
+                start = _block_up(shards[-1].end) if shards else 0
+                shards.append(_Shard(model_param, main_param, has_master, group, start))
+    owned = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    assert {id(shard.main_param) for shard in shards} == {id(param) for param in owned} and len(shards) == len(owned)
+    return shards
+
+
+def _parts(shards: list[_Shard], buckets: int, bucket_elements: int) -> list[list[_Part]]:
+    parts: list[list[_Part]] = [[] for _ in range(buckets)]
+    for shard in shards:
+        for index in range(shard.start // bucket_elements, -(-shard.end // bucket_elements)):
+            origin = index * bucket_elements
+            start, end = max(shard.start, origin), min(shard.end, origin + bucket_elements)
+            in_bucket, in_shard = slice(start - origin, end - origin), slice(start - shard.start, end - shard.start)
+            parts[index].append(_Part(shard, in_bucket, in_shard))
+    return parts
+
+
+def _block_up(position: int) -> int:
+    return -(-position // BLOCK) * BLOCK

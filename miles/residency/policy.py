@@ -1,0 +1,28 @@
+"""The policy of moves that a configuration asks for."""
+
+from miles.config import RunConfig
+from miles.config.values import Values
+from miles.residency.plan import Place, Policy, Region
+
+_REGIONS = {"kv_cache": Region.KV_CACHE, "weight": Region.WEIGHTS}
+_TARGETS = {"cpu": Place.HOST, "disk": Place.DISK}
+
+
+def policy_of(config: RunConfig | Values) -> Policy:
+    """What moves, and where to. Says nothing about whether that is legal: see `Policy.problems`."""
+    rematerialize = config.rematerialize_param_from_master_weight
+    splits_the_model = config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1
+    return Policy(
+        offload_train=config.offload_train,
+        offload_rollout=config.offload_rollout,
+        levels=frozenset(_REGIONS[level] for level in config.offload_rollout_level),
+        target=_TARGETS[config.offload_train_target],
+        peak_device=config.colocate_memory_peak_device,
+        # No flag asks for a critic or for LoRA yet.
+        critic=False,
+        lora=False,
+        rematerialize=rematerialize,
+        stream_optimizer=config.stream_optimizer_state_to_disk,
+        # Masters are split over the data-parallel ranks, and each rank needs all of its weights.
+        sync_gathers=splits_the_model or (rematerialize and config.data_parallel_size > 1),
+    )

@@ -1,0 +1,123 @@
+"""Weights rebuilt from the masters of all data-parallel ranks. This file is also the program that each rank runs."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles.utils.network import free_ports
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_come_back_from_the_masters(run_ranks, tiny_checkpoint, tmp_path, ranks):
+    run_ranks(__file__, ranks, str(tiny_checkpoint), str(tmp_path), str(free_ports(1)[0]))
+
+
+def loss_trace():
+    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bits(tensor):
+    return tensor.detach().clone().view(torch.int16)
+
+
+def main(rank, ranks, checkpoint, folder, port):
+    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    torch.set_num_threads(1)
+    actor = MegatronTrainRayActor(loss_trace().trace_config(checkpoint, ranks, 1, ["--bf16"], folder), rank, ranks)
+    actor.init(f"127.0.0.1:{port}")
+    check_rebuild(actor, ranks)
+    if ranks == 1:
+        check_refusals(actor, loss_trace().trace_config(checkpoint, ranks, 1, [], folder))
+
+
+def check_rebuild(actor, ranks):
+    from megatron.core import parallel_state
+
+    from miles.backends.megatron_utils.masters import MasterWeights
+
+    parameters = dict(actor.model.named_parameters())
+    assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
+    started = {name: bits(parameter) for name, parameter in parameters.items()}
+
+    # The optimizer's masters are asked for by `contents`, even while their own memory is away.
+    copies = {}
+    masters = MasterWeights(actor.state.model, actor.state.optimizer, lambda master: copies[master])
+    (part,) = actor.state.optimizer.chained_optimizers
+    own = [master for group in part.shard_fp32_from_float16_groups for master in group]
+    if ranks > 1:
+        ranges = {name: parameter in part.model_param_gbuf_map for name, parameter in parameters.items()}
+        assert len(set(ranges.values())) == 2, "a parameter of which this rank holds nothing was meant to be here"
+
+    def check():
+        copies.update({master: master.detach().clone() for master in own})
+        live = {name: bits(parameter) for name, parameter in parameters.items()}
+        for tensor in [*parameters.values(), *own]:
+            tensor.data.fill_(float("nan"))
+        for name, parameter in parameters.items():
+            value = masters.read(parameter)
+            assert (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+            assert torch.equal(bits(value), live[name]), name
+            assert parameter.isnan().all(), "read() wrote to the parameter"
+        with torch.no_grad():
+            for master in own:
+                master.copy_(copies[master])
+        masters.rebuild()
+        for name, parameter in parameters.items():
+            assert torch.equal(bits(parameter), live[name]), name
+        return live
+
+    check()
+    shard = loss_trace().made_up_shard(
+        actor.config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
+    )
+    actor.train(0, shard)  # two optimizer steps
+    trained = check()
+    assert any(not torch.equal(trained[name], started[name]) for name in started)
+
+    # Masters that a cast rounds, of both signs and zeros of both signs; the weights follow as after a step.
+    with torch.no_grad():
+        for master in own:
+            master.copy_(torch.randn_like(master) * 1e-3)
+            master[::3], master[1::3] = -0.0, 0.0
+    masters.rebuild()
+    assert all((bits(parameter) == -(2**15)).any() for parameter in parameters.values()), "no -0.0"
+    check()
+
+    # The group is the optimizer's of now; one rank alone reads without any.
+    asked, all_reduce = [], dist.all_reduce
+    part.data_parallel_group = group = dist.new_group(range(ranks)) if ranks > 1 else None
+    dist.all_reduce = lambda tensor, group: (asked.append(group), all_reduce(tensor, group=group))
+    check()
+    dist.all_reduce = all_reduce
+    assert len(asked) == (len(parameters) if ranks > 1 else 0) and all(asked_for is group for asked_for in asked)
+    dist.barrier()
+
+
+def check_refusals(actor, fp32_config):
+    from miles.backends.megatron_utils.masters import MasterWeights
+    from miles.backends.megatron_utils.model import build_model, build_train_state
+
+    actor.model.decoder.final_layernorm.weight.requires_grad_(False)
+    state = build_train_state(actor.config, actor.model, 2)
+    with pytest.raises(ValueError, match="but 1 have no fp32 master .*: decoder.final_layernorm.weight; leave it out"):
+        MasterWeights(state.model, state.optimizer, torch.clone)
+
+    model = build_model(fp32_config, actor.hf_config)
+    state, count = build_train_state(fp32_config, model, 2), len(list(model.parameters()))
+    names = f"but {count} have .*: embedding.word_embeddings.weight, .* and {count - 8} more; leave it out"
+    with pytest.raises(ValueError, match=names):
+        MasterWeights(state.model, state.optimizer, torch.clone)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4], Path(sys.argv[5]), int(sys.argv[6]))

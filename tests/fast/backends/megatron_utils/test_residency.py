@@ -1,0 +1,215 @@
+"""A trainer that sleeps between its steps learns exactly what one that never sleeps does; on real gloo ranks."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles.utils.network import free_ports
+
+ROOT = Path(__file__).parents[4]
+ROLLOUTS = 3  # of two optimizer steps each
+DISK = {"offload_train_target": "disk", "offload_train_disk_chunk_mb": 1}
+# Flags of the layout, and how it sleeps.
+CASES = {
+    "DP 2": ((), {}),
+    "TP 2, SP": (
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        {"offload_train_keep_host_buffers": False},
+    ),
+    "PP 2, bf16, disk": (("--pipeline-model-parallel-size", "2", "--bf16"), DISK),
+    "DP 2, bf16, rematerialised": (("--bf16",), {"rematerialize_param_from_master_weight": True}),
+    "DP 2, plain optimizer": (("--no-use-distributed-optimizer",), {}),
+}
+
+
+def test_sleeping_changes_no_bit(run_ranks, tiny_checkpoint, tmp_path):
+    kinds = [(name, kind) for name in CASES for kind in ("awake", "asleep")]
+    ports = dict(zip(kinds, free_ports(len(kinds)), strict=True))
+    arguments = json.dumps([[*key, port] for key, port in ports.items()])
+    run_ranks(__file__, 2, "bits", str(tiny_checkpoint), str(tmp_path), arguments)
+    for name in CASES:
+        awake, asleep = (json.loads((tmp_path / f"{name}, {kind}.json").read_text()) for kind in ("awake", "asleep"))
+        assert len(awake) == ROLLOUTS and awake[0]["train/grad_norm"] > 0
+        assert awake[0]["train/loss"] != awake[2]["train/loss"], "the steps must do something"
+        assert asleep == awake, name
+
+
+def test_memory_leaves_the_process(run_ranks, tmp_path):
+    """With the disk as its target a sleeping trainer keeps next to nothing of its 16 bytes a parameter."""
+    from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
+
+    make_tiny_checkpoint(tmp_path / "model", hidden_size=512, intermediate_size=1536, vocab_size=8192)
+    run_ranks(__file__, 1, "memory", str(tmp_path / "model"), str(tmp_path), str(free_ports(1)[0]))
+
+
+def test_verbs(run_ranks, tiny_checkpoint, tmp_path):
+    """Idempotence, saving in the sleep, failures midway, the hash check: all on one rank."""
+    run_ranks(__file__, 1, "verbs", str(tiny_checkpoint), str(tmp_path), str(free_ports(1)[0]))
+
+
+def test_quantised_workspaces_are_dropped():
+    from miles.backends.megatron_utils.residency import drop_quantized_workspaces
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0]._fp8_workspaces = {"weight": torch.zeros(4)}  # as Transformer Engine's modules have it
+    assert drop_quantized_workspaces(model) == 1
+    assert model[0]._fp8_workspaces == {}
+    assert drop_quantized_workspaces(model) == 0
+
+
+# --- what the ranks run ---
+
+
+def loss_trace():
+    """scripts/loss_trace.py as a module."""
+    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(rank, ranks, checkpoint, folder, port, flags, sleeping):
+    """An actor, built and loaded, and its shard of the made-up rollout. sleeping: the fields that say how it sleeps."""
+    from megatron.core import parallel_state
+
+    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    tracing = loss_trace()
+    folder.mkdir()
+    config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], folder)
+    # Not by flags: they refuse a disk that a test may use, and the sleep of a trainer whose engines stay.
+    if sleeping is not None:
+        config = config.model_copy(
+            update={"offload_train": True, "check_residency": True, "offload_train_disk_dir": str(folder)} | sleeping
+        )
+    actor = MegatronTrainRayActor(config, rank, ranks)
+    actor.init(f"127.0.0.1:{port}")
+    shard = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    return actor, shard
+
+
+def storages(actor):
+    """Bytes of memory behind everything that must leave."""
+    from miles.backends.megatron_utils.torch_adam import inner_optimizers
+
+    tensors = [*actor.model.parameters(), *(buffer.grad_data for buffer in actor.state.model.buffers)]
+    for optimizer in inner_optimizers(actor.state.optimizer):
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                tensors += [master, optimizer.state[master]["exp_avg"], optimizer.state[master]["exp_avg_sq"]]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def bits(rank, checkpoint, folder, ports):
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    for name, kind, port in ports:
+        flags, sleeping = CASES[name]
+        asleep = kind == "asleep"
+        actor, shard = build(
+            rank, 2, checkpoint, folder / f"{name}, {kind}, rank {rank}", port, flags, sleeping if asleep else None
+        )
+        lines, group = [], id(parallel_state.get_tensor_model_parallel_group())
+        for rollout_id in range(ROLLOUTS):
+            if asleep:
+                metrics = actor.sleep()
+                assert storages(actor) == 0 and actor.residency.asleep
+                assert metrics["perf/sleep_bytes"] > 0 and actor.sleep() == {}
+                if rollout_id != 1:  # else train() wakes it
+                    assert actor.wake_up()["perf/wake_up_bytes"] == metrics["perf/sleep_bytes"]
+                    assert actor.wake_up() == {} and actor.onload() == {}
+                    assert storages(actor) > 0
+            metrics = actor.train(rollout_id, shard)
+            lines.append({name: value for name, value in metrics.items() if name.startswith("train/")})
+        if asleep:
+            assert id(parallel_state.get_tensor_model_parallel_group()) != group
+        if lines[0]:
+            (folder / f"{name}, {kind}.json").write_text(json.dumps(lines))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+
+
+def memory(checkpoint, folder, port):
+    from miles.backends.megatron_utils.residency import resident_bytes
+
+    actor, shard = build(0, 1, checkpoint, folder / "run", port, (), DISK | {"check_residency": False})
+    actor.train(0, shard)
+    parameters = sum(parameter.numel() for parameter in actor.model.parameters())
+    whole = 16 * parameters  # float32 weights, gradients and two moments
+    for cycle in range(3):
+        before = resident_bytes()
+        actor.sleep()
+        asleep = resident_bytes()
+        actor.wake_up()
+        if cycle:  # the first has made the staging buffer
+            assert before - asleep > 0.9 * whole, (before, asleep, whole)
+            assert resident_bytes() < before + 0.05 * whole
+    assert [file.name for file in (folder / "run").iterdir() if file.is_file() and file.name != "prompts.jsonl"] == []
+
+
+def verbs(checkpoint, folder, port):
+    actor, shard = build(0, 1, checkpoint, folder / "run", port, ("--save", str(folder / "saved")), {})
+    actor.train(0, shard)
+    residency, expected = actor.residency, actor.train(1, shard)["train/loss"]
+
+    actor.save(0)
+    actor.offload_grad_buffer()
+    assert actor.offload_grad_buffer() == {}
+    metrics = actor.sleep()
+    assert metrics["perf/cpu_memory_after_offload_train_gb"] > 0
+    actor.save(1)
+    assert residency.asleep, "saving leaves a sleeping trainer asleep"
+    first, second = ((folder / "saved").glob(f"*{number}/model/*.distcp") for number in (0, 1))
+    assert [file.read_bytes() for file in sorted(first)] == [file.read_bytes() for file in sorted(second)]
+
+    # The groups alone, as a weight sync in the sleep needs them.
+    assert "perf/reload_process_groups_time" in actor.reload_process_groups()
+    assert residency.asleep and residency.groups.alive
+    assert "perf/destroy_process_groups_time" in actor.destroy_process_groups()
+    weight = next(actor.model.parameters())
+    copy = residency.read_weight(weight).clone()
+    actor.wake_up()
+    assert torch.equal(copy, weight)
+
+    # A copy that fails leaves all contents where they are; the next call finishes.
+    for verb, method in (("sleep", "save"), ("wake_up", "load")):
+        original = getattr(residency.store, method)
+
+        def fail(key, *arguments, original=original):
+            if key.startswith("optimizer"):
+                raise OSError("injected")
+            return original(key, *arguments)
+
+        setattr(residency.store, method, fail)
+        with pytest.raises(OSError, match="injected"):
+            getattr(actor, verb)()
+        setattr(residency.store, method, original)
+        getattr(actor, verb)()
+        assert residency.asleep == (verb == "sleep")
+
+    # The hash check notices one flipped bit.
+    actor.sleep()
+    residency.store.read("weights.0", 0, 1)[0] ^= 1
+    with pytest.raises(RuntimeError, match="--check-residency: 2 of .* decoder.final_layernorm.weight"):
+        actor.wake_up()
+    assert actor.train(2, shard)["train/loss"] != expected
+
+    actor.residency = None
+    with pytest.raises(ValueError, match="--offload-train"):
+        actor.sleep()
+
+
+if __name__ == "__main__":
+    rank, ranks, mode, checkpoint, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[4:]
+    if mode == "bits":
+        bits(rank, checkpoint, Path(folder), json.loads(last))
+    else:
+        {"memory": memory, "verbs": verbs}[mode](checkpoint, Path(folder), last)
+        os._exit(0)

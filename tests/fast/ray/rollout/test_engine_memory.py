@@ -1,0 +1,303 @@
+"""Every call in every state, on an engine that is as strict as SGLang: what would end its process fails the test."""
+
+import asyncio
+import itertools
+
+import pytest
+
+import miles.ray.rollout.engine_memory as engine_memory
+import miles.ray.rollout.rollout_manager as rollout_manager
+from miles.backends.sglang_utils.client import SGLangError
+from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
+from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.residency.plan import ENGINE_REGIONS, Region
+from miles.residency.state import ResidencyError
+
+TAGS = [str(region) for region in ENGINE_REGIONS]
+SIZES = {"weights": 2, "kv_cache": 30, "cuda_graph": 0.5}
+
+
+def subsets(least):
+    sizes = range(least, len(TAGS) + 1)
+    return [pytest.param(set(some), id="+".join(some)) for n in sizes for some in itertools.combinations(TAGS, n)]
+
+
+class StrictEngine:
+    """The client of an engine that keeps no request waiting; `fail[call]` are errors that a call raises, in turn."""
+
+    def __init__(self, url="http://e0"):
+        self.url, self.away, self.calls, self.fail = url, set(), [], {}
+        self.version, self.running, self.delay = "default", 0, 0.0
+
+    async def _called(self, name, *arguments):
+        self.calls.append(" ".join([name, *arguments]))
+        await asyncio.sleep(self.delay)
+        if self.fail.get(name):
+            raise self.fail[name].pop(0)
+
+    async def release_memory_occupation(self, tags):
+        assert tags and not self.away & set(tags) and not self.running
+        await self._called("release", *tags)
+        self.away |= set(tags)
+
+    async def resume_memory_occupation(self, tags):
+        assert tags and self.away >= set(tags)
+        await self._called("resume", *tags)
+        self.away -= set(tags)
+
+    async def flush_cache(self, timeout):
+        assert "kv_cache" not in self.away
+        await self._called("flush")
+
+    async def abort(self):
+        await self._called("abort")
+        self.running = 0
+
+    async def running_requests(self):
+        return self.running
+
+    async def model_info(self):
+        return {"weight_version": self.version}
+
+    async def server_info(self):
+        usage = {"weight": SIZES["weights"], "kvcache": SIZES["kv_cache"], "graph": SIZES["cuda_graph"]}
+        return {"tp_size": 2, "internal_states": [{"memory_usage": usage}]}
+
+    async def close(self):
+        pass
+
+
+def moves(engine):
+    return [call for call in engine.calls if call.startswith(("re", "flush"))]
+
+
+def answer(status):
+    return SGLangError("http://e0/release", status, "busy", 1)
+
+
+async def nobody_died():
+    pass
+
+
+async def in_state(away):
+    """An engine whose regions `away` are released, and its memory."""
+    engine = StrictEngine()
+    memory = EngineMemory("engine 0", engine)
+    await memory.measure()
+    await memory.release(away)
+    engine.calls.clear()
+    return engine, memory
+
+
+def rollout_memory(engines, movable=ENGINE_REGIONS, check=nobody_died):
+    return RolloutMemory([EngineMemory(f"engine {i}", engine) for i, engine in enumerate(engines)], movable, check)
+
+
+async def generate(memory):
+    async with memory.in_use("rollout 1"):
+        pass
+
+
+@pytest.mark.parametrize("away", subsets(0))
+@pytest.mark.parametrize("asked", subsets(1))
+async def test_every_call_in_every_state(away, asked):
+    engine, memory = await in_state(away)
+    moved = await memory.release(asked)
+    assert engine.away == away | asked
+    assert moved == sum(SIZES[tag] for tag in asked - away) * 2**30 * 2
+    flushes = ["flush"] * ("kv_cache" not in away)
+    expected = " ".join(["release", *(tag for tag in TAGS if tag in asked - away)])
+    assert moves(engine) == ([*flushes, expected] if asked - away else [])
+
+    engine, memory = await in_state(away)
+    moved = await memory.resume(asked)
+    assert engine.away == away - asked
+    assert moved == sum(SIZES[tag] for tag in asked & away) * 2**30 * 2
+    expected = " ".join(["resume", *(tag for tag in TAGS if tag in asked & away)])
+    assert moves(engine) == ([expected] if asked & away else [])
+    # Weights that were away are back, but stale.
+    assert bool(await memory.missing()) == bool(away - asked or "weights" in away)
+
+
+@pytest.mark.parametrize("verb", ["release", "resume"])
+@pytest.mark.parametrize("status", [None, 500])
+async def test_a_lost_call_breaks_its_regions_and_is_remembered(verb, status):
+    engine, memory = await in_state(set() if verb == "release" else {"kv_cache", "weights"})
+    engine.fail[verb] = [answer(status)]
+    with pytest.raises(ResidencyError, match="engine 0: whether kv_cache, weights moved from .* is unknown: .*busy"):
+        await getattr(memory, verb)({"kv_cache", "weights"})
+    seen = list(engine.calls)
+    for call in (memory.release, memory.resume):
+        for tag in ("kv_cache", "weights"):
+            with pytest.raises(ResidencyError, match=f"engine {tag} is broken: moving .* of engine 0 .*busy"):
+                await call({tag, "cuda_graph"})
+    assert engine.calls == seen and (await memory.missing())[:1] == ["kv_cache is broken"]
+    await memory.release({"cuda_graph"})
+    await memory.resume({"cuda_graph"})
+
+
+async def test_a_cancelled_call_breaks_its_regions():
+    engine, memory = await in_state(set())
+    engine.delay = 10
+    engine.flush_cache = lambda timeout: asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(memory.release({"kv_cache"}), 0.05)
+    with pytest.raises(ResidencyError, match="kv_cache is broken: .*CancelledError"):
+        await memory.resume({"kv_cache"})
+
+
+async def test_requests_are_aborted_once_they_have_had_their_time():
+    engine, memory = await in_state(set())
+    engine.running, engine.fail["flush"] = 3, [answer(400)]
+    await memory.release({"kv_cache"})
+    assert engine.calls == ["flush", "abort", "flush", "release kv_cache"]
+
+
+async def test_requests_that_cannot_be_aborted_stop_the_release_and_leave_the_state():
+    engine, memory = await in_state(set())
+    engine.running, engine.fail["flush"] = 3, [answer(400), answer(400)]
+    engine.abort = lambda: asyncio.sleep(0)
+    with pytest.raises(ResidencyError, match="engine 0: .*3 requests still run"):
+        await memory.release({"kv_cache"})
+    engine.fail["flush"] = [answer(None)]
+    with pytest.raises(SGLangError):
+        await memory.release({"kv_cache"})
+    assert not await memory.missing()
+    engine.running = 0
+    await memory.release({"kv_cache"})
+    assert engine.away == {"kv_cache"}
+
+
+async def test_released_weights_are_stale_until_the_version_changes():
+    engine, memory = await in_state({"weights"})
+    assert await memory.missing() == ["weights is dropped"]
+    await memory.resume({"weights"})
+    assert await memory.missing() == ["weights were released at version default and not updated since"]
+    engine.version = "1"
+    assert await memory.missing() == []
+    await memory.release({"kv_cache"})
+    await memory.resume({"kv_cache"})
+    assert await memory.missing() == []
+    await memory.release({"weights"})
+    await memory.resume({"weights"})
+    assert await memory.missing() == ["weights were released at version 1 and not updated since"]
+
+
+async def test_engines_move_side_by_side_and_all_are_awaited():
+    engines = [StrictEngine(f"http://e{i}") for i in range(3)]
+    for engine in engines:
+        engine.delay = 0.1
+    memory = rollout_memory(engines)
+    await memory.measure()
+    metrics = await memory.offload(["kv_cache"])
+    assert metrics["perf/offload_rollout_bytes"] == 3 * 30 * 2**30 * 2
+    assert 0.2 <= metrics["perf/offload_rollout_time"] < 0.5
+    engines[0].fail["resume"] = [answer(None)]
+    with pytest.raises(ResidencyError, match="engine 0: whether kv_cache"):
+        await memory.onload(["kv_cache"])
+    assert [engine.away for engine in engines] == [{"kv_cache"}, set(), set()]
+    with pytest.raises(ResidencyError, match="rollout 1 needs all .*: engine 0: kv_cache is broken$"):
+        await generate(memory)
+
+
+async def test_a_dead_engine_is_what_the_error_says():
+    async def check():
+        raise RuntimeError("the server (pid 7) was ended by SIGKILL")
+
+    engine = StrictEngine()
+    engine.fail["release"] = [answer(None)]
+    with pytest.raises(RuntimeError, match="pid 7"):
+        await rollout_memory([engine], check=check).offload(["weights"])
+
+
+async def test_no_memory_moves_under_a_rollout(monkeypatch):
+    engine = StrictEngine()
+    memory, events = rollout_memory([engine]), []
+
+    async def rollout():
+        async with memory.in_use("rollout 1"):
+            await asyncio.sleep(0.1)
+            events.append("rollout")
+
+    running = asyncio.create_task(rollout())
+    await asyncio.sleep(0)
+    await memory.offload(["kv_cache"])
+    assert events == ["rollout"] and engine.away == {"kv_cache"}
+    await memory.onload(["kv_cache"])
+
+    monkeypatch.setattr(engine_memory, "IDLE_SECONDS", 0.02)
+    again, calls = asyncio.create_task(rollout()), list(engine.calls)
+    await asyncio.sleep(0)
+    with pytest.raises(ResidencyError, match="offload: the engines are still in use: rollout 1"):
+        await memory.offload(["kv_cache"])
+    await asyncio.gather(running, again)
+    assert engine.calls == calls
+
+
+async def test_no_rollout_begins_while_memory_moves():
+    engine = StrictEngine()
+    engine.delay = 0.05
+    memory = rollout_memory([engine])
+    moving = asyncio.create_task(memory.offload(["kv_cache"]))
+    await asyncio.sleep(0.02)
+    with pytest.raises(ResidencyError, match="rollout 1 needs the engines, whose memory is being moved"):
+        await generate(memory)
+    await moving
+    await memory.onload(["kv_cache"])
+    await generate(memory)
+
+
+async def test_unknown_tags_are_refused():
+    memory = rollout_memory([StrictEngine()])
+    for call in (memory.offload, memory.onload):
+        with pytest.raises(ValueError, match="weight: no such tag; there are cuda_graph, kv_cache, weights"):
+            await call(["weight", "kv_cache"])
+
+
+class _Remote:
+    def __init__(self, value):
+        self._value = value
+
+    async def remote(self):
+        return self._value
+
+
+class _Actor:
+    """What the manager asks of an engine's actor."""
+
+    start, check = _Remote("http://e0"), _Remote(None)
+
+
+@pytest.mark.parametrize(
+    "on, levels, may_leave",
+    [
+        (False, ["kv_cache", "weight"], set()),
+        (True, [], {"cuda_graph"}),
+        (True, ["kv_cache"], {"cuda_graph", "kv_cache"}),
+        (True, ["weight"], {"cuda_graph", "weights"}),
+        (True, ["kv_cache", "weight"], {"cuda_graph", "kv_cache", "weights"}),
+    ],
+)
+async def test_what_no_level_names_never_moves(engine_config, monkeypatch, on, levels, may_leave):
+    engine = StrictEngine()
+    monkeypatch.setattr(rollout_manager, "SGLangClient", lambda url, **_: engine)
+    config = engine_config.model_copy(update={"offload_rollout": on, "offload_rollout_level": levels})
+    manager = RolloutManager(config, [_Actor()])
+    await manager.start()
+
+    await manager.offload_kv()
+    assert engine.away == may_leave & {"cuda_graph", "kv_cache"}
+    await manager.offload_weights()
+    assert engine.away == may_leave
+    metrics = await manager.onload_weights()
+    assert metrics["perf/onload_rollout_bytes"] == (4 * 2**30 if "weights" in may_leave else 0)
+    assert engine.away == may_leave - {"weights"}
+    await manager.onload_kv()
+    assert engine.away == set()
+    await manager.offload(TAGS)
+    assert engine.away == may_leave
+    await manager.onload([Region.WEIGHTS])
+    await manager.onload(TAGS)
+    assert engine.away == set()
+    touched = {tag for call in moves(engine) for tag in call.split()[1:]}
+    assert touched == may_leave

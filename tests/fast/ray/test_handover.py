@@ -1,0 +1,163 @@
+"""What the driver gets from the hand-over: metrics, log lines, versions, and errors at the wrong time."""
+
+import logging
+
+import pytest
+
+from miles.config import RunConfig
+from miles.ray.handover import Handover
+from miles.residency.state import ResidencyError
+from miles.weight_sync.target import EngineTarget
+
+GB = 10**9
+METRICS = {
+    "offload_kv": {"perf/offload_rollout_time": 0.25, "perf/offload_rollout_bytes": 3 * GB},
+    "offload_weights": {"perf/offload_rollout_time": 0.25, "perf/offload_rollout_bytes": GB},
+    "offload": {"perf/offload_rollout_time": 0.5, "perf/offload_rollout_bytes": 4 * GB},
+    "onload_weights": {"perf/onload_rollout_time": 0.5, "perf/onload_rollout_bytes": GB},
+    "onload_kv": {"perf/onload_rollout_time": 1.5, "perf/onload_rollout_bytes": 3 * GB},
+    "sleep": {"perf/sleep_time": 0.5, "perf/sleep_bytes": 20 * GB, "perf/destroy_process_groups_time": 0.1},
+    "onload": {"perf/wake_up_time": 0.0, "perf/wake_up_bytes": 20 * GB, "perf/reload_process_groups_time": 0.25},
+    "reload_process_groups": {"perf/reload_process_groups_time": 0.5},
+    "destroy_process_groups": {"perf/destroy_process_groups_time": 0.2},
+    "clear_memory": {"perf/clear_memory_time": 0.125},
+}
+
+
+class Service:
+    """Records calls and answers with METRICS; `broken` names the verb that raises."""
+
+    def __init__(self):
+        self.calls, self.broken = [], None
+
+    def __getattr__(self, verb):
+        async def call(*arguments):
+            self.calls.append((verb, *arguments))
+            if verb == self.broken:
+                raise OSError(f"{verb} failed")
+            if verb == "engine_urls":
+                return ["http://first", "http://second"]
+            return {"perf/update_weights_time": 2.0} if verb == "update_weights" else METRICS.get(verb, {})
+
+        return call
+
+
+def config(**changes):
+    values = {
+        "colocate": True,
+        "offload_train": True,
+        "offload_rollout": True,
+        "rollout_num_gpus": 4,
+        "rollout_num_gpus_per_engine": 2,
+        "actor_num_gpus_per_node": 4,
+    }
+    return RunConfig.model_construct(**(RunConfig.model_construct().model_dump() | values | changes))
+
+
+async def started(trainer=None, **changes):
+    """A hand-over after its first sync, and the trainer."""
+    trainer = trainer or Service()
+    handover = Handover(config(**changes), Service())
+    await handover.engines_up()
+    await handover.trainer_built(trainer)
+    await handover.initial_sync()
+    return handover, trainer
+
+
+async def test_metrics_of_a_step():
+    handover, _ = await started()
+    to_training = await handover.to_training()
+    assert to_training == {
+        "perf/offload_rollout_time": 0.5,
+        "perf/offload_rollout_bytes": 4 * GB,
+        "perf/offload_rollout_gb_per_s": 8.0,
+        # No speed where no time was measured.
+        "perf/wake_up_time": 0.0,
+        "perf/wake_up_bytes": 20 * GB,
+        "perf/reload_process_groups_time": 0.25,
+    }
+    assert await handover.to_rollout() == to_training | {
+        "perf/sleep_time": 0.5,
+        "perf/sleep_bytes": 20 * GB,
+        "perf/sleep_gb_per_s": 40.0,
+        "perf/destroy_process_groups_time": 0.1,
+        # Two calls: 1 GB in 0.5 s and 3 GB in 1.5 s.
+        "perf/onload_rollout_time": 2.0,
+        "perf/onload_rollout_bytes": 4 * GB,
+        "perf/onload_rollout_gb_per_s": 2.0,
+        "perf/update_weights_time": 2.0,
+    }
+
+
+async def test_what_both_halves_of_a_step_count_is_added_up_and_starts_anew_with_the_next():
+    handover, _ = await started(tensor_model_parallel_size=2)
+    for _ in range(2):
+        metrics = {}
+        metrics |= await handover.to_training()
+        metrics |= await handover.to_rollout()
+        assert metrics["perf/reload_process_groups_time"] == pytest.approx(0.25 + 0.5)
+        assert metrics["perf/destroy_process_groups_time"] == pytest.approx(0.1 + 0.2)
+
+
+async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_with_the_next():
+    handover, trainer = await started()
+    await handover.to_training()
+    trainer.broken = "update_weights"
+    with pytest.raises(OSError):
+        await handover.to_rollout()
+    with pytest.raises(ResidencyError, match="engine .* phase evaluation"):
+        handover.before_evaluation()
+    trainer.broken = None
+    await handover.to_rollout()
+    handover.before_evaluation()
+    assert [call for call in trainer.calls if call[0] == "update_weights"] == [("update_weights", v) for v in (1, 2, 3)]
+    assert [call[0] for call in trainer.calls].count("sleep") == 2
+
+
+async def test_saving_and_evaluation_at_the_wrong_time():
+    handover, _ = await started()
+    handover.before_evaluation()
+    with pytest.raises(ResidencyError, match="^actor comm is dropped: phase before_save needs it gpu$"):
+        handover.before_save()
+    await handover.to_training()
+    handover.before_save()
+    with pytest.raises(ResidencyError, match="^engine cuda_graph is dropped: phase evaluation needs it gpu$"):
+        handover.before_evaluation()
+
+
+async def test_set_up_is_logged_with_what_moved(caplog):
+    with caplog.at_level(logging.INFO, logger="miles.ray.handover"):
+        await started(colocate_memory_peak_device="gpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "engines_up: engine cuda_graph leaves, engine kv_cache leaves: 0.0 s, 3.00 GB",
+        "trainer_built: actor comm leaves, actor grads leaves, actor weights leaves, actor optimizer leaves: 0.0 s, "
+        "20.00 GB",
+        "first_sync: sync, engine kv_cache returns, engine cuda_graph returns: 0.0 s, 3.00 GB",
+    ]
+
+
+async def test_nothing_is_logged_where_nothing_moves(caplog):
+    with caplog.at_level(logging.INFO, logger="miles.ray.handover"):
+        await started(offload_train=False)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["engines_up", "first_sync"]
+    assert "first_sync: actor caches cleared, engine weights returns, sync" in caplog.text
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+async def test_a_colocated_engine_reads_from_the_ranks_on_its_bundles_and_another_from_the_first(colocate):
+    _, trainer = await started(colocate=colocate, offload_train=False, offload_rollout=False)
+    sources = ([0, 1], [2, 3]) if colocate else ([0, 0], [0, 0])
+    urls = ("http://first", "http://second")
+    targets = [EngineTarget(url, 2, ranks) for url, ranks in zip(urls, sources, strict=True)]
+    assert trainer.calls == [("connect", targets), ("update_weights", 1)]
+
+
+@pytest.mark.parametrize("lone", [{"debug_rollout_only": True}, {"loss_type": "sft_loss"}, {"debug_train_only": True}])
+async def test_nothing_happens_where_a_side_is_missing(lone):
+    handover, trainer = await started(**lone)
+    assert await handover.to_training() == {}
+    assert await handover.to_rollout() == {}
+    handover.before_save()
+    handover.before_evaluation()
+    assert trainer.calls == handover.rollout.calls == []
+    assert handover.version == 0

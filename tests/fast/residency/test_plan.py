@@ -1,0 +1,320 @@
+"""The tables of the planner, written out, and which policies it refuses."""
+
+import itertools
+
+import pytest
+
+from miles.residency.plan import (
+    Clear,
+    Move,
+    Party,
+    Phase,
+    Place,
+    Policy,
+    Region,
+    Sync,
+    plan,
+)
+
+ACTOR, CRITIC, ENGINE = Party
+KV, WEIGHTS = Region.KV_CACHE, Region.WEIGHTS
+BOTH = frozenset({KV, WEIGHTS})
+SETS_OF_LEVELS = [BOTH, frozenset({KV}), frozenset({WEIGHTS}), frozenset()]
+BOOL = (True, False)
+ALL = [
+    Policy(*values)
+    for values in itertools.product(
+        BOOL, BOOL, SETS_OF_LEVELS, (Place.HOST, Place.DISK), ("cpu", "gpu"), BOOL, BOOL, BOOL, BOOL, BOOL
+    )
+]
+LEGAL = [policy for policy in ALL if not policy.problems()]
+
+
+def policy(peak="cpu", levels=BOTH, train=True, rollout=True, target=Place.HOST, **others):
+    return Policy(train, rollout, frozenset(levels), target, peak, **others)
+
+
+def text(steps):
+    """One string for each Clear, Sync and run of moves of a party: "actor -grads>dropped -weights>host"."""
+    lines = []
+    for step in steps:
+        match step:
+            case Clear(party):
+                lines.append(f"{party} clear")
+            case Sync():
+                lines.append("sync")
+            case Move(party, region, source, target):
+                word = f"-{region}>{target}" if source == Place.GPU else f"+{region}<{source}"
+                assert Place.GPU in (source, target)
+                if lines and lines[-1].split()[0] == party and "clear" not in lines[-1]:
+                    lines[-1] += f" {word}"
+                else:
+                    lines.append(f"{party} {word}")
+    return lines
+
+
+# What leaves and returns, in the words of `text`.
+ENGINE_OUT = "engine -cuda_graph>dropped -kv_cache>dropped -weights>dropped"
+POOLS_OUT = "engine -cuda_graph>dropped -kv_cache>dropped"
+POOLS_IN = "engine +kv_cache<dropped +cuda_graph<dropped"
+WEIGHTS_OUT = "engine -weights>dropped"
+WEIGHTS_IN = "engine +weights<dropped"
+GRAPH_OUT = "engine -cuda_graph>dropped"
+GRAPH_IN = "engine +cuda_graph<dropped"
+SLEEP = "actor -comm>dropped -grads>dropped -weights>host -optimizer>host"
+WAKE = "actor +optimizer<host +weights<host +grads<dropped +comm<dropped"
+LORA_WAKE = "actor +optimizer<host +weights<host +comm<dropped +grads<dropped"
+
+TABLES = {
+    "cpu": (
+        policy(),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, WEIGHTS_IN, "sync", POOLS_IN],
+        },
+    ),
+    "gpu": (
+        policy("gpu"),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, WAKE, WEIGHTS_OUT],
+            Phase.AFTER_TRAIN: ["actor clear", WEIGHTS_IN, SLEEP, "sync", POOLS_IN],
+        },
+    ),
+    "gpu, disk": (
+        policy("gpu", target=Place.DISK),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: ["actor -comm>dropped -grads>dropped -weights>disk -optimizer>disk"],
+            Phase.FIRST_SYNC: ["sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [
+                POOLS_OUT,
+                "actor +optimizer<disk +weights<disk +grads<dropped +comm<dropped",
+                WEIGHTS_OUT,
+            ],
+            Phase.AFTER_TRAIN: [
+                "actor clear",
+                WEIGHTS_IN,
+                "actor -comm>dropped -grads>dropped -weights>disk -optimizer>disk",
+                "sync",
+                POOLS_IN,
+            ],
+        },
+    ),
+    "cpu, only the kv cache": (
+        policy(levels={KV}),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, "sync", POOLS_IN],
+        },
+    ),
+    "cpu, only the weights": (
+        policy(levels={WEIGHTS}),
+        {
+            Phase.ENGINES_UP: ["engine -cuda_graph>dropped -weights>dropped"],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", GRAPH_IN],
+            Phase.AFTER_GENERATE: ["engine -cuda_graph>dropped -weights>dropped", WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, WEIGHTS_IN, "sync", GRAPH_IN],
+        },
+    ),
+    "cpu, no level": (
+        policy(levels=()),
+        {
+            Phase.ENGINES_UP: [GRAPH_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", GRAPH_IN],
+            Phase.AFTER_GENERATE: [GRAPH_OUT, WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, "sync", GRAPH_IN],
+        },
+    ),
+    "gpu, only the kv cache": (
+        policy("gpu", levels={KV}),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, WAKE],
+            Phase.AFTER_TRAIN: ["actor clear", SLEEP, "sync", POOLS_IN],
+        },
+    ),
+    "gpu, only the weights": (
+        policy("gpu", levels={WEIGHTS}),
+        {
+            Phase.ENGINES_UP: [GRAPH_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", GRAPH_IN],
+            Phase.AFTER_GENERATE: [GRAPH_OUT, WAKE, WEIGHTS_OUT],
+            Phase.AFTER_TRAIN: ["actor clear", WEIGHTS_IN, SLEEP, "sync", GRAPH_IN],
+        },
+    ),
+    "gpu, no level": (
+        policy("gpu", levels=()),
+        {
+            Phase.ENGINES_UP: [GRAPH_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync", GRAPH_IN],
+            Phase.AFTER_GENERATE: [GRAPH_OUT, WAKE],
+            Phase.AFTER_TRAIN: ["actor clear", SLEEP, "sync", GRAPH_IN],
+        },
+    ),
+    "cpu, LoRA": (
+        policy(lora=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: ["actor -grads>dropped -comm>dropped -weights>host -optimizer>host"],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, LORA_WAKE],
+            Phase.AFTER_TRAIN: [
+                "actor -grads>dropped -comm>dropped -weights>host -optimizer>host",
+                WEIGHTS_IN,
+                "sync",
+                POOLS_IN,
+            ],
+        },
+    ),
+    "gpu, LoRA": (
+        policy("gpu", lora=True),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: ["actor -grads>dropped -comm>dropped -weights>host -optimizer>host"],
+            Phase.FIRST_SYNC: ["sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, LORA_WAKE, WEIGHTS_OUT],
+            Phase.AFTER_TRAIN: [
+                "actor clear",
+                "actor -grads>dropped",
+                WEIGHTS_IN,
+                "actor -comm>dropped -weights>host -optimizer>host",
+                "sync",
+                POOLS_IN,
+            ],
+        },
+    ),
+    "cpu, critic": (
+        policy(critic=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: [SLEEP, SLEEP.replace("actor", "critic")],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, WAKE.replace("actor", "critic")],
+            Phase.AFTER_CRITIC: [SLEEP.replace("actor", "critic"), WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, WEIGHTS_IN, "sync", POOLS_IN],
+        },
+    ),
+    "cpu, rematerialise": (
+        policy(rematerialize=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: ["actor -weights>dropped -comm>dropped -grads>dropped -optimizer>host"],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [
+                ENGINE_OUT,
+                "actor +optimizer<host +grads<dropped +comm<dropped +weights<dropped",
+            ],
+            Phase.AFTER_TRAIN: [
+                "actor -weights>dropped -comm>dropped -grads>dropped -optimizer>host",
+                WEIGHTS_IN,
+                "sync",
+                POOLS_IN,
+            ],
+        },
+    ),
+    "cpu, disk, streamed optimizer": (
+        policy(target=Place.DISK, stream_optimizer=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: ["actor -comm>dropped -grads>dropped -weights>disk"],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, "actor +weights<disk +grads<dropped +comm<dropped"],
+            Phase.AFTER_TRAIN: [
+                "actor -comm>dropped -grads>dropped -weights>disk",
+                WEIGHTS_IN,
+                "sync",
+                POOLS_IN,
+            ],
+        },
+    ),
+    "cpu, the sync gathers": (
+        policy(sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "actor +comm<dropped", "sync", "actor -comm>dropped", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, WEIGHTS_IN, "actor +comm<dropped", "sync", "actor -comm>dropped", POOLS_IN],
+        },
+    ),
+    "only the trainer": (
+        policy(rollout=False),
+        {
+            Phase.TRAINER_BUILT: [SLEEP],
+            Phase.FIRST_SYNC: ["sync"],
+            Phase.AFTER_GENERATE: [WAKE],
+            Phase.AFTER_TRAIN: [SLEEP, "sync"],
+        },
+    ),
+    "only the engines": (
+        policy(train=False),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.FIRST_SYNC: ["actor clear", WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT],
+            Phase.AFTER_TRAIN: ["actor clear", WEIGHTS_IN, "sync", POOLS_IN],
+        },
+    ),
+    "only the engines, critic, the sync gathers": (
+        policy(train=False, critic=True, sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.FIRST_SYNC: ["actor clear", "critic clear", WEIGHTS_IN, "sync", POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT],
+            Phase.AFTER_TRAIN: ["actor clear", "critic clear", WEIGHTS_IN, "sync", POOLS_IN],
+        },
+    ),
+    "nobody": (policy(train=False, rollout=False), {Phase.FIRST_SYNC: ["sync"], Phase.AFTER_TRAIN: ["sync"]}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name):
+    a_policy, table = TABLES[name]
+    assert {phase: text(plan(phase, a_policy)) for phase in Phase} == {phase: table.get(phase, []) for phase in Phase}
+
+
+RULES = {
+    "--colocate-memory-peak-device gpu interleaves": lambda p: (
+        p.peak_device == "gpu" and not (p.offload_train and p.offload_rollout)
+    ),
+    "--colocate-memory-peak-device gpu does not work with a critic": lambda p: p.peak_device == "gpu" and p.critic,
+    "--offload-train-target disk says": lambda p: p.target == "disk" and not p.offload_train,
+    "--rematerialize-param-from-master-weight saves": lambda p: p.rematerialize and not p.offload_train,
+    "--rematerialize-param-from-master-weight does not work with LoRA": lambda p: p.rematerialize and p.lora,
+    "--rematerialize-param-from-master-weight does not work with --offload-train-target disk": lambda p: (
+        p.rematerialize and p.target == "disk"
+    ),
+    "--rematerialize-param-from-master-weight does not work with --stream-optimizer-state-to-disk": lambda p: (
+        p.rematerialize and p.stream_optimizer
+    ),
+    "--stream-optimizer-state-to-disk does not work with LoRA": lambda p: p.stream_optimizer and p.lora,
+}
+
+
+def test_every_illegal_combination_is_refused_with_each_of_its_reasons():
+    for a_policy in ALL:
+        reasons = [words for words, broken in RULES.items() if broken(a_policy)]
+        problems = a_policy.problems()
+        assert len(problems) == len(reasons)
+        assert all(problem.startswith(words) for problem, words in zip(problems, reasons, strict=True)), problems
+        if problems:
+            with pytest.raises(ValueError) as error:
+                plan(Phase.ENGINES_UP, a_policy)
+            assert str(error.value) == "; ".join(problems)
+    assert 300 < len(LEGAL) < len(ALL)
