@@ -2,14 +2,17 @@
 
     python scripts/loss_trace.py --checkpoint DIR                                     # one process
     python scripts/loss_trace.py --checkpoint DIR --ranks 2 -- --tensor-model-parallel-size 2 --sequence-parallel
+    python scripts/loss_trace.py --checkpoint DIR --sleep -- --bf16 --rematerialize-param-from-master-weight
 
-Run it before and after a refactor: the output must not change by a bit. Between layouts it agrees to rounding. What
-follows `--` are flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards
+Run it before and after a refactor: the output must not change by a bit, and neither by --sleep, with which the trainer
+sleeps and wakes before each rollout, every tensor hashed. Between layouts it agrees to rounding. What follows `--` are
+flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards
 of both signs, and a group of equal rewards.
 """
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -67,6 +70,8 @@ def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int) -> TrainShar
 
 def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, result: Path) -> None:
     """One rank: trains `steps` rollouts of two optimizer steps each; the reporting rank writes the trace."""
+    if config.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
     from megatron.core import parallel_state
 
@@ -78,6 +83,9 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     lines = []
     for rollout_id in range(steps):
+        if config.offload_train:
+            actor.sleep()
+            actor.wake_up()
         metrics = actor.train(rollout_id, mine)
         lines.append({name: value for name, value in metrics.items() if name.startswith("train/")})
     if lines[0]:
@@ -86,14 +94,23 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     torch.distributed.destroy_process_group()
 
 
-def trace_config(checkpoint: str, ranks: int, steps: int, flags: list[str], folder: Path) -> RunConfig:
+def trace_config(
+    checkpoint: str,
+    ranks: int,
+    steps: int,
+    flags: list[str],
+    folder: Path,
+    device: str = "cpu",
+    sleep: bool = False,
+) -> RunConfig:
     """The configuration of `steps` made-up rollouts of two optimizer steps each; `folder` gets a file it asks for."""
+    offload = ("--offload-train", "--check-residency") if sleep else ("--no-offload-train",)
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "unused", "label": "unused"}\n')
     return parse_args(
         [
-            *("--device", "cpu", "--actor-num-gpus-per-node", str(ranks), "--colocate"),
-            *("--no-offload-train", "--no-offload-rollout", "--hf-checkpoint", checkpoint),
+            *("--device", device, "--actor-num-gpus-per-node", str(ranks), "--colocate"),
+            *(*offload, "--no-offload-rollout", "--hf-checkpoint", checkpoint),
             *("--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "exact"),
             *("--num-rollout", str(steps), "--rollout-batch-size", str(NUM_SAMPLES // GROUP)),
             *("--n-samples-per-prompt", str(GROUP), "--rollout-max-response-len", "16"),
@@ -104,10 +121,10 @@ def trace_config(checkpoint: str, ranks: int, steps: int, flags: list[str], fold
     )
 
 
-def run(checkpoint: str, ranks: int, steps: int, flags: list[str]) -> list[dict[str, float]]:
+def run(checkpoint: str, ranks: int, steps: int, flags: list[str], device: str, sleep: bool) -> list[dict[str, float]]:
     """The metrics of each rollout under `ranks` processes and train.py's `flags`."""
     with tempfile.TemporaryDirectory() as folder:
-        config = trace_config(checkpoint, ranks, steps, flags, Path(folder))
+        config = trace_config(checkpoint, ranks, steps, flags, Path(folder), device, sleep)
         result = Path(folder) / "trace.json"
         port = free_ports(1, "127.0.0.1")[0]
         multiprocessing.spawn(trace, args=(ranks, config, steps, port, result), nprocs=ranks)
@@ -124,8 +141,11 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, help="trainer processes (default 1)")
     parser.add_argument("--steps", type=int, default=3, help="rollouts of two optimizer steps each (default 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a process")
+    parser.add_argument("--sleep", action="store_true", help="sleep and wake before each rollout")
     arguments = parser.parse_args(own)
-    for step, metrics in enumerate(run(arguments.checkpoint, arguments.ranks, arguments.steps, flags)):
+    trace = run(arguments.checkpoint, arguments.ranks, arguments.steps, flags, arguments.device, arguments.sleep)
+    for step, metrics in enumerate(trace):
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         print(f"{step}  loss {loss.hex()} ({loss:.9f})  grad_norm {norm.hex()} ({norm:.9f})")
 

@@ -13,17 +13,17 @@ from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
 ROLLOUTS = 3  # of two optimizer steps each
-DISK = {"offload_train_target": "disk", "offload_train_disk_chunk_mb": 1}
-# Flags of the layout, and how it sleeps.
+DISK = ("--offload-train-target", "disk")
+# Flags of the layout, and of the sleep.
 CASES = {
-    "DP 2": ((), {}),
+    "DP 2": ((), ()),
     "TP 2, SP": (
         ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
-        {"offload_train_keep_host_buffers": False},
+        ("--no-offload-train-keep-host-buffers",),
     ),
     "PP 2, bf16, disk": (("--pipeline-model-parallel-size", "2", "--bf16"), DISK),
-    "DP 2, bf16, rematerialised": (("--bf16",), {"rematerialize_param_from_master_weight": True}),
-    "DP 2, plain optimizer": (("--no-use-distributed-optimizer",), {}),
+    "DP 2, bf16, rematerialised": (("--bf16",), ("--rematerialize-param-from-master-weight",)),
+    "DP 2, plain optimizer": (("--no-use-distributed-optimizer",), ()),
 }
 
 
@@ -74,19 +74,17 @@ def loss_trace():
 
 
 def build(rank, ranks, checkpoint, folder, port, flags, sleeping):
-    """An actor, built and loaded, and its shard of the made-up rollout. sleeping: the fields that say how it sleeps."""
+    """An actor, built and loaded, and its shard of the made-up rollout. sleeping: flags of how it sleeps, or None."""
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
     tracing = loss_trace()
     folder.mkdir()
-    config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], folder)
-    # Not by flags: they refuse a disk that a test may use, and the sleep of a trainer whose engines stay.
-    if sleeping is not None:
-        config = config.model_copy(
-            update={"offload_train": True, "check_residency": True, "offload_train_disk_dir": str(folder)} | sleeping
-        )
+    if sleeping is not None and "disk" in sleeping:
+        sleeping = (*sleeping, "--offload-train-disk-dir", str(folder), "--offload-train-disk-chunk-mb", "1")
+    flags = [*flags, *(sleeping or ())]
+    config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, flags, folder, sleep=sleeping is not None)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     shard = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
@@ -139,7 +137,8 @@ def bits(rank, checkpoint, folder, ports):
 def memory(checkpoint, folder, port):
     from miles.backends.megatron_utils.residency import resident_bytes
 
-    actor, shard = build(0, 1, checkpoint, folder / "run", port, (), DISK | {"check_residency": False})
+    actor, shard = build(0, 1, checkpoint, folder / "run", port, (), DISK)
+    actor.residency._check = False  # its temporaries would blur the figures
     actor.train(0, shard)
     parameters = sum(parameter.numel() for parameter in actor.model.parameters())
     whole = 16 * parameters  # float32 weights, gradients and two moments
@@ -155,7 +154,8 @@ def memory(checkpoint, folder, port):
 
 
 def verbs(checkpoint, folder, port):
-    actor, shard = build(0, 1, checkpoint, folder / "run", port, ("--save", str(folder / "saved")), {})
+    save = ("--save", str(folder / "saved"))
+    actor, shard = build(0, 1, checkpoint, folder / "run", port, save, ())
     actor.train(0, shard)
     residency, expected = actor.residency, actor.train(1, shard)["train/loss"]
 
