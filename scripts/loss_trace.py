@@ -28,6 +28,12 @@ from miles.utils.network import free_ports
 from miles.utils.types import Sample
 
 NUM_SAMPLES, GROUP = 16, 4
+# What is printed of a sleep and a wake.
+MOVES = [
+    *(f"perf/{name}" for name in ("sleep_time", "destroy_process_groups_time", "sleep_bytes", "wake_up_time")),
+    *(f"perf/{name}" for name in ("reload_process_groups_time", "wake_up_bytes", "actor_train_time")),
+    *("perf/gpu_residual_tensors_gb", "perf/gpu_residual_cache_gb", "perf/cpu_memory_after_offload_train_gb"),
+]
 
 
 def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
@@ -83,11 +89,9 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     lines = []
     for rollout_id in range(steps):
-        if config.offload_train:
-            actor.sleep()
-            actor.wake_up()
+        moved = actor.sleep() | actor.wake_up() if config.offload_train else {}
         metrics = actor.train(rollout_id, mine)
-        lines.append({name: value for name, value in metrics.items() if name.startswith("train/")})
+        lines.append(metrics | moved if metrics else {})
     if lines[0]:
         result.write_text(json.dumps(lines))
     torch.distributed.barrier()
@@ -148,6 +152,9 @@ def main() -> None:
     for step, metrics in enumerate(trace):
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         print(f"{step}  loss {loss.hex()} ({loss:.9f})  grad_norm {norm.hex()} ({norm:.9f})")
+        if arguments.sleep:
+            moves = "  ".join(f"{name.removeprefix('perf/')} {metrics[name]:.3g}" for name in MOVES if name in metrics)
+            print(f"   {moves}")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ def _disk_folder(v: Values) -> Iterator[Derived]:
 
 @_derives("offload_train_keep_host_buffers")
 def _host_buffers(v: Values) -> Iterator[Derived]:
-    if v.offload_train_keep_host_buffers is None:
+    # The disk has no such buffers: what is not None then was given.
+    if v.offload_train_keep_host_buffers is None and v.offload_train_target == "cpu":
         peak = v.colocate_memory_peak_device
         yield "offload_train_keep_host_buffers", peak == "cpu", f"--colocate-memory-peak-device {peak}"
 

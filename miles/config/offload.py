@@ -34,17 +34,21 @@ class OffloadConfig(Section):
     offload_train_disk_dir: str | None = Field(
         None,
         description="Folder on a disk of each node for --offload-train-target disk and "
-        "--stream-optimizer-state-to-disk; each run, role and rank has its own folder in it, removed at exit. Unset: "
-        "miles_train_offload_UID in $SCRATCH, else in /scratch.",
+        "--stream-optimizer-state-to-disk. The files in it have no names, so that runs and ranks can share it, and are "
+        "gone with their process. Unset: miles_train_offload_UID in $SCRATCH, else in /scratch.",
     )
     offload_train_disk_chunk_mb: int = Field(
-        256, gt=0, description="MiB of pinned host memory on each rank through which bytes go to the disk and back."
+        256,
+        gt=0,
+        description="MiB of pinned host memory on each rank through which bytes go to the disk and back; twice as many "
+        "with both --offload-train-target disk and --stream-optimizer-state-to-disk.",
     )
     stream_optimizer_state_to_disk: bool = Field(
         False,
         description="Keep master weights and moments on disk during the step too, and read and write them bucket by "
         "bucket: for when they fit neither the GPU nor the host. Slower steps, shorter sleeps. Combines with either "
-        "target.",
+        "target. Loading a checkpoint with its optimizer takes all of it on the GPU for a moment (--no-load-optim "
+        "leaves it out), saving one takes it on the host (--no-save-optim).",
     )
     stream_optimizer_state_moment_dtype: Literal["fp32", "bf16", "fp16", "fp8e4m3", "fp8e5m2"] = Field(
         "fp32", description="Number format of the streamed moments on disk; Adam computes with fp32 all the same."

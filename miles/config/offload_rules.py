@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from miles.config.names import flag_of
+from miles.config.offload import OffloadConfig
 from miles.config.values import Values
+from miles.residency.filesystem import IN_MEMORY, filesystem_of
 from miles.residency.policy import policy_of
-
-MOUNTS = Path("/proc/self/mounts")
 
 
 def _planned_moves(v: Values) -> Iterator[str]:
@@ -72,26 +73,17 @@ def _disk(v: Values) -> Iterator[str]:
             f"--offload-train-disk-dir is not given, and its default is in $SCRATCH, else in /scratch, but "
             f"{scratch_folder()} is no folder here; give one on a disk of each node"
         )
-    elif v.actor_num_nodes == 1 and (kind := _file_system(Path(folder))) in ("tmpfs", "ramfs"):
+    elif v.actor_num_nodes == 1 and (kind := filesystem_of(Path(folder))) in IN_MEMORY:
         # With more nodes the folder need not be the one that is seen here: each rank looks at its own.
         yield (
             f"--offload-train-disk-dir {folder} is in memory ({kind}), so that what goes there stays on the host; "
-            "choose a folder on a disk, or --offload-train-target cpu"
+            "choose a folder on a disk, or --offload-train-target cpu without --stream-optimizer-state-to-disk"
         )
 
 
 def scratch_folder() -> Path:
     """Where the default of --offload-train-disk-dir is."""
     return Path(os.environ.get("SCRATCH") or "/scratch")
-
-
-def _file_system(folder: Path) -> str | None:
-    """Type of the file system that holds a folder or would hold it; None where the system has no list of mounts."""
-    if not MOUNTS.exists():
-        return None
-    kinds = {Path(mount): kind for _, mount, kind, *_ in map(str.split, MOUNTS.read_text().splitlines())}
-    folder = folder.resolve()
-    return next((kinds[parent] for parent in (folder, *folder.parents) if parent in kinds), None)
 
 
 def _checks(v: Values) -> Iterator[str]:
@@ -104,6 +96,23 @@ OFFLOAD_RULES = [_planned_moves, _moving_for_nobody, _levels, _master_weights, _
 
 def offload_warnings(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
+    if not (v.needs_engines and v.needs_trainer):
+        return  # so that a debug mode can be added to any command line
     levels = v.offload_rollout_level
-    if levels != ["kv_cache", "weight"] and not v.offload_rollout and v.needs_engines and v.needs_trainer:
+    if not _is_default("offload_rollout_level", levels) and not v.offload_rollout:
         yield f"--offload-rollout-level {' '.join(levels)} has no effect without --offload-rollout".replace("  ", " ")
+    keep, chunk, margin = v.offload_train_keep_host_buffers, v.offload_train_disk_chunk_mb, v.train_memory_margin_bytes
+    if v.offload_train_target == "disk" and not _is_default("offload_train_keep_host_buffers", keep):
+        flag = "--offload-train-keep-host-buffers" if keep else "--no-offload-train-keep-host-buffers"
+        yield f"{flag} has no effect with --offload-train-target disk, which keeps no copy on the host"
+    if not _is_default("offload_train_disk_chunk_mb", chunk) and not v.trainer_uses_disk:
+        yield (
+            f"--offload-train-disk-chunk-mb {chunk} has no effect without --offload-train-target disk or "
+            "--stream-optimizer-state-to-disk"
+        )
+    if not _is_default("train_memory_margin_bytes", margin) and not v.offload_train:
+        yield f"--train-memory-margin-bytes {margin} has no effect without --offload-train"
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return value == OffloadConfig.model_fields[name].default

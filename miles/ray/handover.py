@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
@@ -38,7 +37,6 @@ class Handover:
         self._policy = policy_of(config)
         self._executor = Executor(self._policy, {Party.ENGINE: rollout}, self._sync)
         self._trainer: TrainGroup | None = None
-        self._step: Counter[str] = Counter()
 
     async def engines_up(self) -> None:
         """The engines have started: they make room for the trainer to be built."""
@@ -58,13 +56,12 @@ class Handover:
 
     async def to_training(self) -> dict[str, float]:
         """The batch is there: the engines leave, the trainer comes. Returns perf metrics of the moves."""
-        self._step.clear()
         return await self._in_step(Phase.AFTER_GENERATE)
 
     async def to_rollout(self) -> dict[str, float]:
         """The step is trained: the trainer leaves, the engines come and get the weights, as the next version.
 
-        Returns: perf metrics of the moves and the sync; what `to_training` also counted in this step is included.
+        Returns: perf metrics of the moves and the sync; none of them is one of `to_training`'s.
         """
         return await self._in_step(Phase.AFTER_TRAIN)
 
@@ -92,8 +89,8 @@ class Handover:
     async def _in_step(self, phase: Phase) -> dict[str, float]:
         if not self.active:
             return {}
-        self._step.update(await self._executor.run(phase))
-        return {**self._step, **_speeds(self._step)}
+        metrics = await self._executor.run(phase)
+        return metrics | _speeds(metrics)
 
     async def _sync(self) -> dict[str, float]:
         self.version += 1

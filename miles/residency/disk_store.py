@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
@@ -14,17 +15,13 @@ from typing import BinaryIO
 
 import torch
 
+from miles.residency.filesystem import IN_MEMORY, filesystem_of
 from miles.residency.host_store import check_flat
 from miles.residency.pinned import HostBuffer
 from miles.residency.plan import Place
 
 BLOCK = 4096  # what O_DIRECT wants addresses, offsets and sizes to be a multiple of
 SLOTS = 4  # pieces under way at once: one on its way to or from the device, the others in the disk's queue
-IN_MEMORY = ("tmpfs", "ramfs")
-REMEDY = (
-    "choose a folder with more room (--offload-train-disk-dir), let less leave "
-    "(--rematerialize-param-from-master-weight), or use --offload-train-target cpu"
-)
 
 
 @dataclass
@@ -86,8 +83,8 @@ class DiskStore:
         self._folder = folder
         self._name = name
         prepare_folder(Path(folder))
-        self._staging = HostBuffer(SLOTS * self._slot_bytes, pinned, "lower --offload-train-disk-chunk-mb")
-        self._slots = list(self._staging.tensor.split(self._slot_bytes))
+        staging = HostBuffer(SLOTS * self._slot_bytes, pinned, "lower --offload-train-disk-chunk-mb")
+        self._slots = list(staging.tensor.split(self._slot_bytes))
         self._pool = ThreadPoolExecutor(SLOTS, thread_name_prefix=f"{name} disk")
         self._files: dict[str, DiskFile] = {}
 
@@ -99,7 +96,7 @@ class DiskStore:
         def write(start: int, slot: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
             part = source[start : start + len(slot)]
             _copy(slot[: len(part)], part, stream)
-            file.write(slot[: _whole_blocks(len(part))], start)
+            file.write(slot[: round_up(len(part), BLOCK)], start)
 
         self._run(f"writing {len(source):,} bytes of {key}", len(source), source.device, write)
         file.nbytes = len(source)
@@ -111,7 +108,7 @@ class DiskStore:
 
         def read(start: int, slot: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
             part = target[start : start + len(slot)]
-            file.read(slot[: _whole_blocks(len(part))], start)
+            file.read(slot[: round_up(len(part), BLOCK)], start)
             _copy(part, slot[: len(part)], stream)
 
         self._run(f"reading {len(target):,} bytes of {key}", len(target), target.device, read)
@@ -120,7 +117,7 @@ class DiskStore:
         file = self._saved(key)
         assert 0 <= offset <= offset + nbytes <= file.nbytes, f"{key}: {offset} + {nbytes} of {file.nbytes} bytes"
         first = offset // BLOCK * BLOCK
-        buffer = _aligned(_whole_blocks(offset + nbytes) - first)
+        buffer = _aligned(round_up(offset + nbytes, BLOCK) - first)
 
         def read(start: int, slot: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
             file.read(buffer[start : start + len(slot)], first + start)
@@ -131,45 +128,21 @@ class DiskStore:
     def discard(self, key: str) -> None:
         pass  # the file is overwritten by the next save
 
-    def host_bytes(self) -> int:
-        return len(self._staging.tensor)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        for file in self._files.values():
-            file.file.close()
-        self._files.clear()
-        self._slots.clear()
-        self._staging.free()
-
     def _saved(self, key: str) -> DiskFile:
         assert key in self._files and self._files[key].nbytes is not None, f"nothing is saved under {key!r}"
         return self._files[key]
 
     def _set_aside(self, key: str, nbytes: int) -> DiskFile:
         """The key's file with room for `nbytes`; a full disk is found out here."""
-        capacity = _whole_blocks(nbytes)
+        capacity = round_up(nbytes, BLOCK)
         if key in self._files and self._files[key].capacity >= capacity:
             return self._files[key]
         if key in self._files:
             self._files.pop(key).file.close()
-        try:
-            file = DiskFile(tempfile.TemporaryFile(dir=self._folder, prefix=f"{self._name}.", buffering=0))
-            try:
-                if capacity:
-                    os.posix_fallocate(file.file.fileno(), 0, capacity)
-                    file.direct = bypass_cache(file.file.fileno(), self._slots[0][:BLOCK])
-            except OSError:
-                file.file.close()
-                raise
-        except OSError as error:
-            raise ValueError(
-                f"{self._name}: {capacity:,} bytes for {key} can't be set aside in {self._folder} ({error.strerror}), "
-                f"which has {shutil.disk_usage(self._folder).free:,} bytes free: {REMEDY}"
-            ) from error
-        file.capacity = capacity
-        self._files[key] = file
-        return file
+        self._files[key] = set_aside(
+            self._folder, capacity, f"{self._name}: {capacity:,} bytes for {key}", "use --offload-train-target cpu"
+        )
+        return self._files[key]
 
     def _run(
         self,
@@ -217,8 +190,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream 
 
 def prepare_folder(folder: Path) -> None:
     """Make a folder for the trainer's bytes. Raises ValueError where it is in memory or can't be made."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    filesystem = _filesystem(existing)
+    filesystem = filesystem_of(folder)
     if filesystem in IN_MEMORY:
         raise ValueError(
             f"the folder for the trainer's memory on disk, {folder}, is in memory ({filesystem}): what is written "
@@ -234,15 +206,31 @@ def prepare_folder(folder: Path) -> None:
         ) from error
 
 
-def _filesystem(path: Path) -> str:
-    """The type of the filesystem that `path` is on; "" if the kernel lists it under another device."""
-    number = path.stat().st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == device:
-            return source.split()[0]
-    return ""
+def set_aside(folder: str, nbytes: int, what: str, other_remedy: str) -> DiskFile:
+    """A new file without a name in `folder`, with room for `nbytes`, a multiple of BLOCK: all of them zeros.
+
+    Raises ValueError where the disk has no room for them. The message begins with `what`, and says to choose another
+    folder or to do `other_remedy`.
+    """
+    file = None
+    try:
+        # Asked first: setting aside takes all there is before it fails, from other ranks and jobs as well.
+        if shutil.disk_usage(folder).free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file = DiskFile(tempfile.TemporaryFile(dir=folder, buffering=0), nbytes)
+        if nbytes:
+            os.posix_fallocate(file.file.fileno(), 0, nbytes)
+            zeros = torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8)  # page aligned
+            file.direct = bypass_cache(file.file.fileno(), zeros)
+    except OSError as error:
+        if file is not None:
+            file.file.close()
+        raise ValueError(
+            f"{what} can't be set aside in {folder} ({error.strerror}), which has "
+            f"{shutil.disk_usage(folder).free:,} bytes free: choose a folder with more room "
+            f"(--offload-train-disk-dir), or {other_remedy}"
+        ) from error
+    return file
 
 
 def bypass_cache(descriptor: int, block: torch.Tensor) -> bool:
@@ -259,8 +247,9 @@ def bypass_cache(descriptor: int, block: torch.Tensor) -> bool:
     return True
 
 
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

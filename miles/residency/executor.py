@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from miles.residency.plan import (
@@ -19,10 +20,20 @@ from miles.residency.plan import (
     plan,
     start,
     trainer_leaves,
+    trainer_returns,
 )
 from miles.residency.state import RegionTable, ResidencyError
 
 POOLS = frozenset((Region.KV_CACHE, Region.CUDA_GRAPH))
+
+
+@dataclass
+class _Progress:
+    """How far a phase has come."""
+
+    phase: Phase
+    call: int = 0  # the number of the one that is being made or has failed
+    metrics: Counter[str] = field(default_factory=Counter)  # sums of those that were made
 
 
 class Executor:
@@ -50,13 +61,13 @@ class Executor:
         self.table = RegionTable(start(policy))
         # Why nobody may generate with the engines' weights. They start with those of a checkpoint.
         self._unreadable: str | None = None
-        # The call that is being made or has failed, by its number in its phase.
-        self._current: tuple[Phase, int] | None = None
+        # Of the phase that is running or has failed.
+        self._progress: _Progress | None = None
 
     async def run(self, phase: Phase) -> dict[str, float]:
         """Do what is planned at `phase` and check that what is needed after it is there.
 
-        Returns: the sums of the metrics of all calls.
+        Returns: the sums of the metrics of all calls, with those that were made before a failure.
 
         Raises:
             ResidencyError: a region is not where the plan expects it; names party, region, state and this phase. Then
@@ -64,19 +75,18 @@ class Executor:
             Exception: what a call raised. Its regions are left `moving`, see above.
         """
         calls = _calls(plan(phase, self.policy))
-        first = 0
-        if self._current and self._current[0] == phase:
-            first = self._current[1]
-        else:
+        progress = self._progress
+        if progress is None or progress.phase != phase:
             self._check_sources(calls, phase)
-        metrics: Counter[str] = Counter()
-        for number, steps in enumerate(calls[first:], first):
-            self._current = (phase, number)
-            metrics.update(await self._call(steps, phase))
+            progress = _Progress(phase)
+        for steps in calls[progress.call :]:
+            self._progress = progress
+            progress.metrics.update(await self._call(steps, phase))
+            progress.call += 1
         if calls:
-            self._current = None
+            self._progress = None
         self.check(phase)
-        return dict(metrics)
+        return dict(progress.metrics)
 
     def check(self, phase: Phase) -> None:
         """Raise unless what is needed after `phase` is on the GPU and readable.
@@ -153,16 +163,14 @@ class Executor:
                 assert regions == pools, f"offload_kv and onload_kv move {pools}, not {regions}"
                 return ("offload_kv" if leaves else "onload_kv",)
             return ("offload" if leaves else "onload", [str(move.region) for move in moves])
-        if regions == {Region.COMM}:
-            return ("destroy_process_groups" if leaves else "reload_process_groups",)
-        if regions == {Region.GRADS} and leaves:
+        if leaves and regions == {Region.COMM}:
+            return ("destroy_process_groups",)
+        if leaves and regions == {Region.GRADS}:
             return ("offload_grad_buffer",)
+        verb, whole = ("sleep", trainer_leaves) if leaves else ("onload", trainer_returns)
         not_there = {
-            move.region
-            for move in trainer_leaves(party, self.policy)
-            if self.table.place(party, move.region) != (move.target if leaves else Place.GPU)
+            move.region for move in whole(party, self.policy) if self.table.place(party, move.region) != move.target
         }
-        verb = "sleep" if leaves else "onload"
         assert regions == not_there, f"{verb} moves {not_there}, not {regions}"
         return (verb,)
 

@@ -1,11 +1,14 @@
 """Host memory as the place where a trainer's contents go while its device memory is away."""
 
+import logging
 from typing import Protocol
 
 import torch
 
 from miles.residency.pinned import HostBuffer
 from miles.residency.plan import Place
+
+logger = logging.getLogger(__name__)
 
 REMEDY = (
     "let less stay on the host with --offload-train-target disk, --rematerialize-param-from-master-weight or "
@@ -39,14 +42,6 @@ class Store(Protocol):
         """The key's contents are no longer needed: give host memory back, where that is the store's way."""
         ...
 
-    def host_bytes(self) -> int:
-        """Bytes of host memory held now."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back; the store can't be used afterwards."""
-        ...
-
 
 class HostStore:
     """A host buffer a key, exactly as big as its contents; `pinned` for copies at the speed of the link.
@@ -70,6 +65,11 @@ class HostStore:
             self._free(key)  # first, so that the host never holds both
         if key not in self._buffers:
             self._buffers[key] = HostBuffer(len(source), self._pinned, REMEDY)
+            if self._keep:
+                logger.info(
+                    "%.2f GB of host memory for %s stay when it is back on the GPU, for the next sleep; "
+                    "--no-offload-train-keep-host-buffers gives them back each time", len(source) / 1e9, key,
+                )  # fmt: skip
         _copy(self._buffers[key].tensor, source)
         self._complete.add(key)
 
@@ -87,14 +87,6 @@ class HostStore:
     def discard(self, key: str) -> None:
         if not self._keep and key in self._buffers:
             self._complete.discard(key)
-            self._free(key)
-
-    def host_bytes(self) -> int:
-        return sum(len(buffer.tensor) for buffer in self._buffers.values())
-
-    def close(self) -> None:
-        self._complete.clear()
-        for key in list(self._buffers):
             self._free(key)
 
     def _contents(self, key: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ class DeviceMemory(Protocol):
     """Device memory in regions named by a tag.
 
     Each verb needs the tag's memory mapped, `restore` needs it released; RuntimeError otherwise, with nothing done.
+    Those that take memory raise torch.OutOfMemoryError where there is none; `rehome` has lost the contents then.
     """
 
     def allocate(self, nbytes: int, tag: str) -> torch.Tensor:
@@ -123,6 +124,7 @@ class TorchMemorySaverMemory:
 
     def allocate(self, nbytes: int, tag: str) -> torch.Tensor:
         self._tags.check_addition(tag, "add to")
+        self._wait_for_room(f"add {nbytes:,} bytes to", tag, _segment_bytes(nbytes), margin_bytes=0)
         with self._saver.region(tag=tag, enable_cpu_backup=False):
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         self._tags.add(tag, buffer.untyped_storage())
@@ -133,7 +135,8 @@ class TorchMemorySaverMemory:
         nbytes = storage.nbytes()
         contents = _bytes_of(storage).to("cpu", copy=True) if keep else None
         storage.resize_(0)
-        torch.cuda.empty_cache()  # else both copies would be on the device for a moment
+        # It empties the cache, else both copies would be on the device for a moment.
+        self._wait_for_room(f"add {nbytes:,} bytes to", tag, _segment_bytes(nbytes), margin_bytes=0)
         with self._saver.region(tag=tag, enable_cpu_backup=False):
             storage.resize_(nbytes)
         self._tags.add(tag, storage)
@@ -151,24 +154,25 @@ class TorchMemorySaverMemory:
 
     def restore(self, tag: str) -> int:
         self._tags.check(tag, "released", "restore")
-        self._wait_for_room(tag)
+        needed = sum(_segment_bytes(nbytes) for _, nbytes in self._tags.storages(tag))
+        self._wait_for_room("restore", tag, needed, self._margin_bytes)
         with self._tags.transition(tag, "mapped"):
             self._saver.resume(tag)
         return self._tags.nbytes(tag)
 
-    def _wait_for_room(self, tag: str) -> None:
-        """Wait until the tag's bytes and the margin are free: without room torch_memory_saver ends the process."""
-        needed = sum(_segment_bytes(nbytes) for _, nbytes in self._tags.storages(tag))
+    def _wait_for_room(self, verb: str, tag: str, needed: int, margin_bytes: int) -> None:
+        """Wait until that much is free: without room torch_memory_saver ends the process, whatever torch caches."""
         torch.cuda.empty_cache()
         deadline = time.monotonic() + PATIENCE_S
-        while (free := torch.cuda.mem_get_info()[0]) < needed + self._margin_bytes:
+        while (free := torch.cuda.mem_get_info()[0]) < needed + margin_bytes:
             if time.monotonic() > deadline:
+                lower = "lower --train-memory-margin-bytes, or " if margin_bytes else ""
                 raise torch.OutOfMemoryError(
-                    f"no room to restore tag {tag!r}: {needed:,} bytes and a margin of {self._margin_bytes:,} are "
+                    f"no room to {verb} tag {tag!r}: {needed:,} bytes and a margin of {margin_bytes:,} are "
                     f"needed, {free:,} were free after {PATIENCE_S:.0f} s; this process holds "
                     f"{torch.cuda.memory_allocated():,} bytes in tensors, {torch.cuda.memory_reserved():,} with caches "
-                    "and what is released. Did the engines release their memory? Else lower "
-                    "--train-memory-margin-bytes, or let more leave with --offload-rollout-level"
+                    f"and what is released. Did the engines release their memory? Else {lower}let more leave with "
+                    "--offload-rollout-level"
                 )
             time.sleep(0.02)
 

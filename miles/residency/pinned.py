@@ -92,10 +92,10 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         group = base / path.lstrip("/")  # in a container it may name a folder of the host's, which is not there
@@ -105,7 +105,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min(free))
 
 
-def _group_free_bytes(group: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+def _group_free_bytes(group: Path, limit_name: str, usage_name: str, prefix: str) -> list[int]:
     if not (group / limit_name).exists():
         return []
     limit = (group / limit_name).read_text().strip()
@@ -113,4 +113,6 @@ def _group_free_bytes(group: Path, limit_name: str, usage_name: str, cache_name:
         return []
     used = int((group / usage_name).read_text())
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return [int(limit) - used + int(statistics[cache_name])]  # cached files make room when memory is asked for
+    # Cached files make room when memory is asked for, those that are used often as well.
+    cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+    return [int(limit) - used + cached]

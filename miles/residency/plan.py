@@ -6,7 +6,8 @@ docs/advanced/colocate.md are what it returns, in words.
 Two modes differ in their order only. With peak device `cpu` each side leaves before the other comes, so the GPU never
 holds both. With `gpu` the other side comes before this one has left: the overlap is on the GPU, and the host is spared.
 The weight sync reads the trainer's weights where they are (on the GPU, in the host copy, on disk, or from the masters),
-so it never has to wake the trainer.
+so it never has to wake the trainer. Where it gathers them from several ranks it needs the actor's process groups, which
+stay through the sleep and leave right after the sync: every region leaves and returns exactly once a step.
 """
 
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ class Policy:
         lora: only adapters are trained.
         rematerialize: the trainer's weights are dropped, and rebuilt from the optimizer's masters.
         stream_optimizer: the optimizer is on disk within the step too.
-        sync_gathers: the weight sync uses the trainer's sub process groups.
+        sync_gathers: the weight sync uses the actor's sub process groups, which then leave after it.
     """
 
     offload_train: bool
@@ -229,10 +230,14 @@ def needs(phase: Phase, policy: Policy) -> frozenset[tuple[Party, Region]]:
 
 
 def trainer_leaves(party: Party, policy: Policy) -> tuple[Move, ...]:
-    """What a full sleep of `party` (actor or critic) moves, in order; nothing without --offload-train."""
+    """What a full sleep of `party` (actor or critic) moves, in order; nothing without --offload-train.
+
+    Groups that the weight sync needs are not among it: they leave after the sync.
+    """
     if not policy.offload_train:
         return ()
-    order = _moving_regions(policy)
+    late = {move.region for move in _leaves_after_sync(party, policy)}
+    order = tuple(region for region in _moving_regions(policy) if region not in late)
     if policy.rematerialize:
         # Coming back, reversed: the masters and the groups are there when the weights are rebuilt from them.
         order = (Region.WEIGHTS, *(region for region in order if region != Region.WEIGHTS))
@@ -248,8 +253,8 @@ def trainer_leaves(party: Party, policy: Policy) -> tuple[Move, ...]:
 
 
 def trainer_returns(party: Party, policy: Policy) -> tuple[Move, ...]:
-    """What a full wake-up of `party` moves: the mirror image of `trainer_leaves`."""
-    return _back(trainer_leaves(party, policy))
+    """What a full wake-up of `party` moves: the mirror image of its sleep and of what left after the sync."""
+    return _back(trainer_leaves(party, policy) + _leaves_after_sync(party, policy))
 
 
 def start(policy: Policy) -> dict[tuple[Party, Region], Place]:
@@ -281,11 +286,15 @@ def _caches(policy: Policy) -> tuple[Step, ...]:
 
 
 def _sync(policy: Policy) -> tuple[Step, ...]:
-    """The weight sync; where it gathers, the sleeping actor's process groups come back for it."""
-    if not (policy.sync_gathers and policy.offload_train):
-        return (Sync(),)
-    comm_leaves = Move(Party.ACTOR, Region.COMM, Place.GPU, Place.DROPPED)
-    return (comm_leaves.reversed(), Sync(), comm_leaves)
+    """The weight sync, and the end of the process groups that were kept for it."""
+    return (Sync(), *_leaves_after_sync(Party.ACTOR, policy))
+
+
+def _leaves_after_sync(party: Party, policy: Policy) -> tuple[Move, ...]:
+    """What of `party` outlasts its sleep: the actor's process groups, where the sync gathers over them."""
+    if party == Party.ACTOR and policy.offload_train and policy.sync_gathers:
+        return (Move(party, Region.COMM, Place.GPU, Place.DROPPED),)
+    return ()
 
 
 def _back(moves: Iterable[Move]) -> tuple[Move, ...]:

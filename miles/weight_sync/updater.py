@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ class WeightUpdater:
         group: dist.ProcessGroup,
         buffer_size: int,
         flush_cache: bool,
+        timeout: timedelta,
     ):
         self.model, self.family, self.hf_config, self.parallel = model, family, hf_config, parallel
         self.engines, self.rank, self.group, self.buffer_size = engines, rank, group, buffer_size
@@ -51,7 +53,7 @@ class WeightUpdater:
         self.names = list(make_plan(family, hf_config, parallel.stage_layers, self.index).shapes)
         # Every rank takes part in creating every group; an engine served by one rank needs none.
         self._engine_groups = [
-            dist.new_group(members, backend="gloo") if len(members) > 1 else None
+            dist.new_group(members, timeout, "gloo") if len(members) > 1 else None
             for members in (sorted(set(engine.source_ranks)) for engine in engines)
         ]
 
@@ -71,7 +73,8 @@ class WeightUpdater:
             }
             try:
                 self._together(runner, [session.open() for session in sessions.values()])
-                for bucket in buckets(tensors, self.buffer_size):
+                stream = buckets(tensors, self.buffer_size)
+                while bucket := self._next(stream):
                     self._send(runner, sessions, bucket)
                     sent_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
                     sent_tensors += len(bucket)
@@ -92,13 +95,23 @@ class WeightUpdater:
             "perf/update_weights_gb_per_s": sent_bytes / seconds / 1e9,
         }
 
+    def _next(self, stream: Iterator[list[NamedTensor]]) -> list[NamedTensor] | None:
+        """The next bucket, once every rank has made it; None after the last."""
+        bucket, failure = None, None
+        try:
+            bucket = next(stream, None)
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = error
+        self._agree(failure)
+        return bucket
+
     def _send(self, runner: asyncio.Runner, sessions: dict[int, UpdateSession], bucket: list[NamedTensor]) -> None:
         names = [name for name, _ in bucket]
         failure, shared, payloads = None, None, {}
         if any(self.rank in engine.source_ranks for engine in self.engines):
             try:
                 shared = SharedBucket(bucket)
-            except ValueError as error:
+            except (RuntimeError, ValueError) as error:
                 failure = error
         self._agree(failure)
         for number, engine in enumerate(self.engines):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from miles.config import offload_rules
 from miles.ray import placement_group
 from miles.ray.handover import Handover
 from miles.ray.rollout.rollout_manager import RolloutResult
+from miles.residency import filesystem
 from miles.residency.state import ResidencyError
 from miles.utils.arguments import parse_args
 
@@ -55,7 +55,7 @@ def drive(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").touch()
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/sda1 / ext4 rw 0 0\n")
-    monkeypatch.setattr(offload_rules, "MOUNTS", mounts)
+    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
     monkeypatch.chdir(tmp_path)
     base = [
         *("--device", "cpu", "--actor-num-gpus-per-node", "4", "--hf-checkpoint", "model", "--label-key", "answer"),
@@ -218,16 +218,29 @@ CASES = {
         rollout offload cuda_graph kv_cache weights
         trainer created, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
-        rollout onload_weights
-        trainer reload_process_groups, trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
+        rollout onload_weights, trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
         """,
         """
         rollout generate {id}
         rollout offload cuda_graph kv_cache weights, trainer onload
         trainer train {id}
         trainer sleep, rollout onload_weights
-        trainer reload_process_groups, trainer update_weights {version}, trainer destroy_process_groups
-        rollout onload_kv
+        trainer update_weights {version}, trainer destroy_process_groups, rollout onload_kv
+        """,
+    ),
+    "--colocate --colocate-memory-peak-device gpu --tensor-model-parallel-size 2": three_steps(
+        """
+        rollout offload_kv
+        trainer created, trainer sleep
+        trainer start_rollout_id, rollout engine_urls, trainer connect
+        trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
+        """,
+        """
+        rollout generate {id}
+        rollout offload_kv, trainer onload, rollout offload_weights
+        trainer train {id}
+        trainer clear_memory, rollout onload_weights, trainer sleep
+        trainer update_weights {version}, trainer destroy_process_groups, rollout onload_kv
         """,
     ),
 }
@@ -345,7 +358,8 @@ def told_by_the_tables(v):
     clears = ["trainer clear_memory"] if rollout and not train else []
     sync = ["trainer update_weights {version}"]
     if gathers and train:
-        sync = ["trainer reload_process_groups", *sync, "trainer destroy_process_groups"]
+        # What the sync gathers over stays for it, and is gone before the pools return.
+        sync = [*sync, "trainer destroy_process_groups"]
 
     engines_up = pools_leave if gpu else engine_leaves
     first_sync = (sync if gpu else clears + weights_return + sync) + pools_return

@@ -1,6 +1,7 @@
 """MegatronTrainRayActor: one rank of the trainer, as a Ray actor."""
 
 import contextlib
+import functools
 import logging
 import time
 
@@ -13,8 +14,9 @@ from megatron.core import parallel_state
 from miles.backends.megatron_utils import checkpoint
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
-from miles.backends.megatron_utils.initialize import initialize
+from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
 from miles.backends.megatron_utils.model import build_model, build_train_state, stage_layers
+from miles.backends.megatron_utils.process_groups import SubGroups
 from miles.backends.megatron_utils.reference import ReferenceWeights
 from miles.backends.megatron_utils.residency import (
     TrainerResidency,
@@ -87,6 +89,8 @@ class MegatronTrainRayActor:
         self.trainer = ShardTrainer(config, self.hf_config.vocab_size)
         self.updater: WeightUpdater | None = None
         self.checked_log_probs = False
+        # First, since all ranks build it together: what follows may fail on one.
+        groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
         if config.stream_optimizer_state_to_disk:
             # It takes over the optimizer's step and its state in checkpoints.
             StreamedOptimizer(
@@ -96,7 +100,7 @@ class MegatronTrainRayActor:
                 MOMENT_DTYPES[config.stream_optimizer_state_moment_dtype],
                 pinned=config.device == "cuda",
             )
-        self.residency = build_residency(config, self.rank, self.state) if config.offload_train else None
+        self.residency = build_residency(config, self.rank, self.state, groups) if config.offload_train else None
 
     def _load_hf_weights(self, folder: str) -> None:
         parallel = self.parallel
@@ -184,10 +188,11 @@ class MegatronTrainRayActor:
             checkpoint_folder=config.hf_checkpoint,
             engines=engines,
             rank=self.rank,
-            group=dist.new_group(backend="gloo"),
+            group=dist.new_group(timeout=timeout(config), backend="gloo"),
             buffer_size=config.update_weight_buffer_size,
             # A released cache was flushed before its memory went, and must not be touched.
             flush_cache=not (config.offload_rollout and "kv_cache" in config.offload_rollout_level),
+            timeout=timeout(config),
         )
 
     def update_weights(self, version: int) -> dict[str, float]:
@@ -229,12 +234,8 @@ class MegatronTrainRayActor:
         return self._residency().offload_grad_buffer()
 
     def destroy_process_groups(self) -> dict[str, float]:
-        """Destroy the sub process groups again after a weight sync in the sleep; returns metrics."""
+        """Destroy the sub process groups after a weight sync in the sleep; returns metrics."""
         return self._residency().destroy_process_groups()
-
-    def reload_process_groups(self) -> dict[str, float]:
-        """Build the sub process groups for a weight sync in the sleep; returns metrics."""
-        return self._residency().reload_process_groups()
 
     def clear_memory(self) -> dict[str, float]:
         """Give cached memory back, asleep or awake; returns metrics."""

@@ -26,11 +26,16 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
         init_method=f"tcp://{master}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=timeout(config),
     )
     build_process_groups(config)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
+
+
+def timeout(config: RunConfig) -> datetime.timedelta:
+    """After this a collective operation fails; groups don't inherit it from the world."""
+    return datetime.timedelta(minutes=config.distributed_timeout_minutes)
 
 
 def build_process_groups(config: RunConfig) -> None:
@@ -42,4 +47,5 @@ def build_process_groups(config: RunConfig) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
     )

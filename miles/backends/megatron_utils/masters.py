@@ -5,8 +5,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from miles.backends.megatron_utils.torch_adam import megatron_optimizers
 
 SHOWN = 8
 
@@ -77,5 +79,5 @@ class MasterWeights:
 
 
 def _distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    parts = megatron_optimizers(optimizer)
     return [part for part in parts if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer]

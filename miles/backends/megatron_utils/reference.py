@@ -15,20 +15,21 @@ class ReferenceWeights:
     @contextlib.contextmanager
     def swapped_in(self, model: torch.nn.Module) -> Iterator[None]:
         """Within it `model` holds the reference's weights; its own come back afterwards, bit for bit."""
-        own = [_host_copy(parameter) for parameter in model.parameters()]
-        _copy_in(model, self._weights)
+        self._exchange(model)
         try:
             yield
         finally:
-            _copy_in(model, own)
+            self._exchange(model)
+
+    @torch.no_grad()
+    def _exchange(self, model: torch.nn.Module) -> None:
+        """Swap the values of both; takes one parameter more of the device's memory, and none of the host's."""
+        for parameter, weight in zip(model.parameters(), self._weights, strict=True):
+            own = parameter.clone()
+            parameter.copy_(weight)
+            weight.copy_(own)
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
     return copy.copy_(parameter.detach())
-
-
-def _copy_in(model: torch.nn.Module, weights: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(weight)

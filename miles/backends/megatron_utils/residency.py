@@ -8,18 +8,16 @@
 | optimizer | masters and Adam's moments | copied out |
 """
 
-import functools
 import gc
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from miles.backends.megatron_utils.initialize import build_process_groups
 from miles.backends.megatron_utils.masters import MasterWeights
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.process_groups import SubGroups
@@ -36,8 +34,10 @@ from miles.residency.state import RegionTable, State
 
 logger = logging.getLogger(__name__)
 
-# More than this left on the GPU by a sleeping rank is worth a warning: a context and its libraries need less.
+# More than this left on the GPU by a sleeping rank is worth a warning.
 RESIDUAL_BOUND_BYTES = 512 * 2**20
+# So much more than usual in tensors outside the regions is worth a search for cycles of garbage, which takes 0.3 s.
+GARBAGE_BOUND_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Moved:
     move: Move
     seconds: float
     copied: int
+
+
+class _AnotherRankFailed(RuntimeError):
+    """This rank is well and waits for the next call."""
 
 
 class TrainerResidency:
@@ -72,6 +76,8 @@ class TrainerResidency:
         self.buffers = build_regions(policy, state, memory)
         self.masters = MasterWeights(state.model, state.optimizer, self.read) if policy.rematerialize else None
         self.moved: list[Moved] = []  # by the last sleep or wake
+        self._agreements = 0  # still to come in the running verb
+        self._usual_outside = 0  # bytes of tensors outside the regions that no collection could remove
         self._check = check
         self._fingerprints: dict[str, int] = {}
 
@@ -88,12 +94,15 @@ class TrainerResidency:
         if not moves:
             logger.info("sleep: the trainer is asleep already")
             return {}
-        started = time.perf_counter()
-        if self._check and not self.asleep:
+        if self._check and all(self._at(region, State.GPU) for region in (Region.WEIGHTS, Region.OPTIMIZER)):
             self._fingerprints = self.hash_everything()
+        started = time.perf_counter()
         drop_quantized_workspaces(self.state.model)
         empty_caches(self.device)
         metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
+        if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
+            gc.collect()
+            self._usual_outside = self._outside_bytes()
         empty_caches(self.device)
         metrics["perf/sleep_time"] = time.perf_counter() - started
         return metrics | self._left_behind()
@@ -109,31 +118,35 @@ class TrainerResidency:
         for region, buffers in self.buffers.items():
             for index in range(len(buffers)):
                 self.store.discard(_key(region, index))
+        metrics["perf/wake_up_time"] = time.perf_counter() - started
         if self._check and self._fingerprints:
             self._compare(self.hash_everything())
-        metrics["perf/wake_up_time"] = time.perf_counter() - started
+            self.groups.verify()
         return metrics
 
     def offload_grad_buffer(self) -> dict[str, float]:
         """Drop the gradients ahead of the sleep."""
-        return self._only(Region.GRADS, trainer_leaves, "offload_grad_buffer")
+        self._only(Region.GRADS, "offload_grad_buffer")
+        return {}
 
     def destroy_process_groups(self) -> dict[str, float]:
-        """Destroy the sub process groups that `reload_process_groups` has built for a weight sync."""
-        return self._only(Region.COMM, trainer_leaves, "destroy_process_groups")
-
-    def reload_process_groups(self) -> dict[str, float]:
-        """Build the sub process groups while the rest stays away: a weight sync gathers over them."""
-        return self._only(Region.COMM, trainer_returns, "reload_process_groups")
+        """Destroy the sub process groups, which a weight sync has used while the rest was away."""
+        started = time.perf_counter()
+        self._only(Region.COMM, "destroy_process_groups")
+        return {"perf/destroy_process_groups_time": time.perf_counter() - started}
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Within it the trainer is awake; if it was asleep, it sleeps again afterwards."""
-        was_asleep = self.asleep
+        was_asleep, groups_away = self.asleep, self._at(Region.COMM, State.DROPPED)
         self.wake_up()
-        yield
-        if was_asleep:
-            self.sleep()
+        try:
+            yield
+        finally:
+            if was_asleep:
+                self.sleep()
+            if groups_away:
+                self.destroy_process_groups()
 
     # Reading
 
@@ -163,21 +176,34 @@ class TrainerResidency:
 
     # Moves
 
-    def _pending(self, move: Move) -> bool:
-        return self.table.place(move.party, move.region) != move.target
+    def _at(self, region: Region, state: State) -> bool:
+        return self.table.place(self.party, region) == state
 
-    def _only(self, region: Region, moves: Callable, verb: str) -> dict[str, float]:
-        pending = [m for m in moves(self.party, self.policy) if m.region is region and self._pending(m)]
-        started = time.perf_counter()
-        for move in pending:
+    def _pending(self, move: Move) -> bool:
+        return not self._at(move.region, State(move.target))
+
+    def _only(self, region: Region, verb: str) -> None:
+        """Drop one region, if it is not away."""
+        move = Move(self.party, region, Place.GPU, Place.DROPPED)
+        if self._pending(move):
             self._move(move, verb)
-        return {f"perf/{verb}_time": time.perf_counter() - started} if region is Region.COMM else {}
 
     def _run(self, moves: list[Move], verb: str, groups_time: str) -> dict[str, float]:
-        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took."""
+        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took.
+
+        A rank that fails alone tells the others before they wait for it in a move that all make together.
+        """
         self.moved = []
-        for move in moves:
-            self.moved.append(self._move(move, verb))
+        self._agreements = sum(map(self._is_collective, moves))
+        try:
+            for move in moves:
+                self.moved.append(self._move(move, verb))
+        except _AnotherRankFailed:
+            raise
+        except Exception:
+            if self._agreements:
+                self.groups.failed_anywhere(True)
+            raise
         metrics = {f"perf/{verb}_bytes": float(sum(moved.copied for moved in self.moved))}
         for moved in self.moved:
             if moved.move.region is Region.COMM:
@@ -202,6 +228,8 @@ class TrainerResidency:
 
     def _leave(self, move: Move) -> int:
         if move.region is Region.COMM:
+            if self._is_collective(move):
+                self._agree()
             self.groups.destroy()
             return 0
         copied = 0
@@ -209,11 +237,13 @@ class TrainerResidency:
             for index, buffer in enumerate(self.buffers[move.region]):
                 self.store.save(_key(move.region, index), buffer)
                 copied += buffer.numel()
-        self.memory.release(TAGS[move.region])
+        released = self.memory.release(TAGS[move.region])
+        assert copied in (0, released), f"{copied} bytes of {move.region} were copied, {released} released"
         return copied
 
     def _return(self, move: Move) -> int:
         if move.region is Region.COMM:
+            self._agree()
             self.groups.rebuild()
             return 0
         self.memory.restore(TAGS[move.region])
@@ -226,11 +256,27 @@ class TrainerResidency:
                 elif move.region is Region.GRADS:
                     buffer.zero_()
             if move.region is Region.WEIGHTS and move.source is Place.DROPPED:
+                self._agree()
                 self.masters.rebuild()
         except Exception:
             self.memory.release(TAGS[move.region])
             raise
         return copied
+
+    def _is_collective(self, move: Move) -> bool:
+        """Whether all ranks make it together: groups, and weights that are rebuilt from every rank's masters.
+
+        Not so the end of a `destroy` that failed on this rank alone.
+        """
+        if move.region is Region.COMM:
+            return not move.leaves or self.groups.alive
+        return move.region is Region.WEIGHTS and move.source is Place.DROPPED
+
+    def _agree(self) -> None:
+        """Ahead of what all ranks do together: raise where another rank did not come this far."""
+        self._agreements -= 1
+        if self.groups.failed_anywhere(False):
+            raise _AnotherRankFailed("another trainer rank could not move its memory: see its error")
 
     # Reports
 
@@ -240,9 +286,7 @@ class TrainerResidency:
         metrics = {"perf/cpu_memory_after_offload_train_gb": host / 1e9}
         if self.device.type != "cuda":
             return metrics
-        away = sum(buffer.numel() for buffers in self.buffers.values() for buffer in buffers)
-        # The allocator counts the regions' memory as in use, mapped or not.
-        tensors = max(0, torch.cuda.memory_allocated() - away)
+        tensors = self._outside_bytes()
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if tensors + cached > RESIDUAL_BOUND_BYTES:
             logger.warning(
@@ -250,6 +294,14 @@ class TrainerResidency:
                 "on the GPU", tensors / 1e9, cached / 1e9,
             )  # fmt: skip
         return metrics | {"perf/gpu_residual_tensors_gb": tensors / 1e9, "perf/gpu_residual_cache_gb": cached / 1e9}
+
+    def _outside_bytes(self) -> int:
+        """Bytes of live tensors on the GPU outside the regions."""
+        if self.device.type != "cuda":
+            return 0
+        # The allocator counts the regions' memory as in use, mapped or not.
+        inside = sum(buffer.numel() for buffers in self.buffers.values() for buffer in buffers)
+        return max(0, torch.cuda.memory_allocated() - inside)
 
     def hash_everything(self) -> dict[str, int]:
         """A fingerprint of every tensor that must survive a sleep, and of the random states."""
@@ -267,21 +319,19 @@ class TrainerResidency:
         return {name: fingerprint(tensor.detach()) for name, tensor in tensors.items()}
 
     def _compare(self, after: dict[str, int]) -> None:
-        before, self._fingerprints = self._fingerprints, {}
+        before = self._fingerprints
         changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         if changed:
             raise RuntimeError(
                 f"--check-residency: {len(changed)} of {len(before)} tensors are not after the wake what they were "
                 f"before the sleep: {', '.join(sorted(changed)[:8])}"
             )
+        self._fingerprints = {}
         logger.info("--check-residency: %d tensors are bit-equal after the wake", len(after))
 
 
-def build_residency(config: RunConfig, rank: int, state: TrainState) -> TrainerResidency:
-    """The residency of a rank that is built and loaded.
-
-    Raises ValueError for a disk folder that can't be used, and where host or disk is too small.
-    """
+def build_residency(config: RunConfig, rank: int, state: TrainState, groups: SubGroups) -> TrainerResidency:
+    """The residency of a rank that is built and loaded. Raises ValueError for a disk folder that can't be used."""
     policy = policy_of(config)
     pinned = config.device == "cuda"
     if policy.target is Place.DISK:
@@ -290,7 +340,6 @@ def build_residency(config: RunConfig, rank: int, state: TrainState) -> TrainerR
     else:
         store = HostStore(pinned, keep=config.offload_train_keep_host_buffers)
     memory = device_memory(config.device, config.train_memory_margin_bytes)
-    groups = SubGroups(functools.partial(build_process_groups, config))
     return TrainerResidency(policy, state, memory, store, groups, check=config.check_residency)
 
 
@@ -321,7 +370,6 @@ def empty_caches(device: torch.device) -> None:
     """Give the allocators' cached blocks back, on the GPU and of pinned host memory."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-        gc.collect()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
 

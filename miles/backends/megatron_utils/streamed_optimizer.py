@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adamw import adamw
 
 from miles.backends.megatron_utils.model import TrainState
-from miles.backends.megatron_utils.streamed_state import BLOCK, Bucket, StateFile, decode
+from miles.backends.megatron_utils.streamed_state import NEIGHBOURS, Bucket, StateFile, decode
+from miles.backends.megatron_utils.torch_adam import megatron_optimizers
+from miles.residency.disk_store import round_up
 
 _UNFINISHED = (
     "an optimizer step failed midway on this or another rank: the optimizer state on disk is of two steps and can't be "
     "used or saved: restart the run from its last checkpoint"
 )
-_CLOSED = "the optimizer state was on disk and its file is closed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +96,6 @@ class StreamedOptimizer:
         self._optimizer.step_with_ready_grads = self._step_with_ready_grads
         self._optimizer.sharded_state_dict = self._sharded_state_dict
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes on this rank's disk."""
-        return self._file.nbytes
-
     @contextlib.contextmanager
     def materialised(self) -> Iterator[None]:
         """Within it masters and moments can be read, as host tensors; changes to them are lost.
@@ -121,12 +117,6 @@ class StreamedOptimizer:
             for shard in self._shards:
                 self._hide(shard)
             self._readable = False
-
-    def close(self) -> None:
-        """Give disk and staging memory back. The optimizer can't step or be saved any more."""
-        if self._problem != _CLOSED:
-            self._file.close()
-            self._problem = _CLOSED
 
     def _check(self) -> None:
         if self._problem is not None:
@@ -253,11 +243,11 @@ class StreamedOptimizer:
         if whole.exp_avg_scales is None:
             state["exp_avg"].data, state["exp_avg_sq"].data = whole.exp_avg[place], whole.exp_avg_sq[place]
             return
-        end = _block_up(shard.end)
-        blocks, size = slice(shard.start // BLOCK, end // BLOCK), shard.main_param.numel()
+        end = round_up(shard.end, NEIGHBOURS)
+        scales, size = slice(shard.start // NEIGHBOURS, end // NEIGHBOURS), shard.main_param.numel()
         place = slice(shard.start, end)
-        state["exp_avg"].data = decode(whole.exp_avg[place], whole.exp_avg_scales[blocks], root=False)[:size]
-        state["exp_avg_sq"].data = decode(whole.exp_avg_sq[place], whole.exp_avg_sq_scales[blocks], root=True)[:size]
+        state["exp_avg"].data = decode(whole.exp_avg[place], whole.exp_avg_scales[scales], root=False)[:size]
+        state["exp_avg_sq"].data = decode(whole.exp_avg_sq[place], whole.exp_avg_sq_scales[scales], root=True)[:size]
 
     def _hide(self, shard: _Shard) -> None:
         """Tensors of the same shape without memory. Reading one by mistake gives NaN, writing raises."""
@@ -268,13 +258,13 @@ class StreamedOptimizer:
 
 
 def _distributed_optimizer(optimizer: MegatronOptimizer) -> DistributedOptimizer:
-    if isinstance(optimizer, ChainedOptimizer):
-        if len(optimizer.chained_optimizers) != 1:
-            raise ValueError(
-                f"--stream-optimizer-state-to-disk takes one optimizer and this model has "
-                f"{len(optimizer.chained_optimizers)} (experts over several ranks have their own): drop the flag"
-            )
-        (optimizer,) = optimizer.chained_optimizers
+    parts = megatron_optimizers(optimizer)
+    if len(parts) != 1:
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk takes one optimizer and this model has {len(parts)} (experts over "
+            "several ranks have their own): drop the flag"
+        )
+    (optimizer,) = parts
     if not isinstance(optimizer, DistributedOptimizer):
         raise ValueError(
             f"--stream-optimizer-state-to-disk takes Megatron's distributed optimizer, not {type(optimizer).__name__}: "
@@ -300,7 +290,7 @@ def _shards(optimizer: DistributedOptimizer) -> list[_Shard]:
     ):
         for group, (model_params, main_params) in enumerate(zip(model_groups, main_groups, strict=True)):
             for model_param, main_param in zip(model_params, main_params, strict=True):
-                start = _block_up(shards[-1].end) if shards else 0
+                start = round_up(shards[-1].end, NEIGHBOURS) if shards else 0
                 shards.append(_Shard(model_param, main_param, has_master, group, start))
     owned = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
     assert {id(shard.main_param) for shard in shards} == {id(param) for param in owned} and len(shards) == len(owned)
@@ -316,7 +306,3 @@ def _parts(shards: list[_Shard], buckets: int, bucket_elements: int) -> list[lis
             in_bucket, in_shard = slice(start - origin, end - origin), slice(start - shard.start, end - shard.start)
             parts[index].append(_Part(shard, in_bucket, in_shard))
     return parts
-
-
-def _block_up(position: int) -> int:
-    return -(-position // BLOCK) * BLOCK

@@ -3,16 +3,13 @@
 The state is a line of `elements` positions. Each kind of value (master, first moment, second moment, scales) has an
 area of the file, in position order; a bucket is the same stretch of every area. Buckets are equally long.
 
-Moments may be stored in a narrower format than fp32. It has one fp32 scale for each BLOCK of neighbours. Of the second
-moment it keeps the root, whose exponents span half the range. It rounds at random, up or down so that the expected
-value is right: a moment moves by a share of 1 - beta a step, often less than half the distance of two codes, and
-rounding to the nearest would freeze it. A second moment, which divides, is zero only if it was.
+Moments may be stored in a narrower format than fp32. It has one fp32 scale for every NEIGHBOURS values in a row. Of
+the second moment it keeps the root, whose exponents span half the range. It rounds at random, up or down so that the
+expected value is right: a moment moves by a share of 1 - beta a step, often less than half the distance of two codes,
+and rounding to the nearest would freeze it. A second moment, which divides, is zero only if it was.
 """
 
 import mmap
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from miles.residency.disk_store import BLOCK as PAGE
-from miles.residency.disk_store import DiskFile, bypass_cache, prepare_folder
+from miles.residency.disk_store import BLOCK, prepare_folder, round_up, set_aside
 from miles.residency.pinned import HostBuffer
 
 MOMENT_DTYPES = {
@@ -31,13 +27,14 @@ MOMENT_DTYPES = {
     "fp8e4m3": torch.float8_e4m3fn,
     "fp8e5m2": torch.float8_e5m2,
 }
-BLOCK = 256  # neighbours that share a scale
-_GRAIN = 4096  # elements; with it every area of a bucket but the scales is a multiple of a page in every format
+NEIGHBOURS = 256  # that share a scale
+_GRAIN = 4096  # elements; with it every area of a bucket but the scales is whole blocks of the disk in every format
 SLOTS = 3  # one is read, one is worked on, one is written
+_MAP_NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype, root: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values` (fp32, flat, a multiple of BLOCK long) as codes of `dtype` and an fp32 scale a block.
+    """`values` (fp32, flat, a multiple of NEIGHBOURS long) as codes of `dtype` and an fp32 scale a row.
 
     The error of a value (of its root, with `root`) is less than the distance of two codes there: the value times
     `finfo(dtype).eps`, but at least `scale` times the format's smallest number.
@@ -45,25 +42,25 @@ def encode(values: torch.Tensor, dtype: torch.dtype, root: bool, seed: int) -> t
     info = torch.finfo(dtype)
     top = 1.0 if dtype == torch.bfloat16 else info.max
     smallest = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).tiny)
-    blocks = (values.sqrt() if root else values).view(-1, BLOCK)
+    rows = (values.sqrt() if root else values).view(-1, NEIGHBOURS)
     # Powers of two: what was decoded is encoded to the same value again.
-    mantissas, exponents = torch.frexp(blocks.abs().amax(dim=1) / top)
+    mantissas, exponents = torch.frexp(rows.abs().amax(dim=1) / top)
     scales = _power_of_two(exponents - (mantissas == 0.5).int())
-    blocks = blocks / scales[:, None]
-    steps = (_power_of_two(torch.frexp(blocks).exponent - 1) * info.eps).clamp_(min=smallest)
-    generator = torch.Generator(blocks.device).manual_seed(seed)
-    draws = torch.rand(blocks.shape, device=blocks.device, generator=generator)
-    counts = blocks / steps
+    rows = rows / scales[:, None]
+    steps = (_power_of_two(torch.frexp(rows).exponent - 1) * info.eps).clamp_(min=smallest)
+    generator = torch.Generator(rows.device).manual_seed(seed)
+    draws = torch.rand(rows.shape, device=rows.device, generator=generator)
+    counts = rows / steps
     below = counts.floor()
     rounded = ((below + (draws < counts - below)) * steps).clamp_(-top, top)
     if root:
-        rounded = torch.where(blocks > 0, rounded.clamp(min=smallest), rounded)
+        rounded = torch.where(rows > 0, rounded.clamp(min=smallest), rounded)
     return rounded.to(dtype).flatten(), scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> torch.Tensor:
     """What `encode` was given, in fp32, flat, up to its error."""
-    values = codes.float().view(-1, BLOCK) * scales[:, None]
+    values = codes.float().view(-1, NEIGHBOURS) * scales[:, None]
     return (values.square_() if root else values).flatten()
 
 
@@ -141,10 +138,10 @@ class StateFile:
         if masters:
             kinds = {"masters": (torch.float32, 1)} | kinds
         if moment_dtype != torch.float32:
-            kinds |= {"exp_avg_scales": (torch.float32, BLOCK), "exp_avg_sq_scales": (torch.float32, BLOCK)}
+            kinds |= {"exp_avg_scales": (torch.float32, NEIGHBOURS), "exp_avg_sq_scales": (torch.float32, NEIGHBOURS)}
 
         def area_bytes(bucket_elements: int) -> list[int]:
-            return [_round_up(bucket_elements // block * dtype.itemsize, PAGE) for dtype, block in kinds.values()]
+            return [round_up(bucket_elements // sharing * dtype.itemsize, BLOCK) for dtype, sharing in kinds.values()]
 
         slot_bytes, grain_bytes = chunk_bytes // SLOTS, sum(area_bytes(_GRAIN))
         if slot_bytes < grain_bytes:
@@ -154,18 +151,20 @@ class StateFile:
             )
         most = slot_bytes // grain_bytes * _GRAIN
         self.buckets = max(1, -(-elements // most))
-        self.bucket_elements = _round_up(-(-elements // self.buckets), _GRAIN)
+        self.bucket_elements = round_up(-(-elements // self.buckets), _GRAIN)
         self._areas: dict[str, _Area] = {}
         file_offset = slot_offset = 0
-        for (name, (dtype, block)), nbytes in zip(kinds.items(), area_bytes(self.bucket_elements), strict=True):
-            self._areas[name] = _Area(dtype, self.bucket_elements // block, file_offset, slot_offset, nbytes)
+        for (name, (dtype, sharing)), nbytes in zip(kinds.items(), area_bytes(self.bucket_elements), strict=True):
+            self._areas[name] = _Area(dtype, self.bucket_elements // sharing, file_offset, slot_offset, nbytes)
             file_offset += self.buckets * nbytes
             slot_offset += nbytes
         self.nbytes = file_offset
         self.slot_bytes = slot_offset
-        self._file = _set_aside(folder, self.nbytes)
-        self._staging = HostBuffer(SLOTS * self.slot_bytes, pinned, remedy="lower --offload-train-disk-chunk-mb")
-        self._slots = list(self._staging.tensor.split(self.slot_bytes))
+        prepare_folder(Path(folder))
+        what = f"{self.nbytes:,} bytes for the optimizer state of a rank"
+        self._file = set_aside(folder, self.nbytes, what, "drop --stream-optimizer-state-to-disk")
+        staging = HostBuffer(SLOTS * self.slot_bytes, pinned, remedy="lower --offload-train-disk-chunk-mb")
+        self._slots = list(staging.tensor.split(self.slot_bytes))
 
     def bucket(self, slot: torch.Tensor) -> Bucket:
         """`slot` (uint8, slot_bytes long, on any device) as values."""
@@ -201,21 +200,16 @@ class StateFile:
 
         Valid until the next `stream`.
         """
-        pages = mmap.mmap(self._file.file.fileno(), self.nbytes, access=mmap.ACCESS_COPY)
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        pages = mmap.mmap(self._file.file.fileno(), self.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         views = {}
         for name, area in self._areas.items():
             rows = whole[area.file_offset :][: self.buckets * area.bucket_bytes].view(self.buckets, area.bucket_bytes)
             used = area.bucket_elements * area.dtype.itemsize
-            # A view but for the scales, whose last page of each bucket is padded.
+            # A view but for the scales, whose last block of each bucket is padded.
             views[name] = rows[:, :used].reshape(-1).view(area.dtype)
         return Bucket(*(views.get(name) for name in Bucket.__dataclass_fields__))
-
-    def close(self) -> None:
-        """Give disk and host memory back."""
-        self._file.file.close()
-        self._slots.clear()
-        self._staging.free()
 
     def _read(self, index: int, slot_is_free: Future | None) -> torch.Tensor:
         if slot_is_free is not None:
@@ -229,30 +223,3 @@ class StateFile:
         wait()
         for area in self._areas.values():
             self._file.write(area.in_slot(slot), area.file_offset + index * area.bucket_bytes)
-
-
-def _set_aside(folder: str, nbytes: int) -> DiskFile:
-    prepare_folder(Path(folder))
-    # Asked first: setting aside takes all there is before it fails, from other ranks and jobs as well.
-    if shutil.disk_usage(folder).free < nbytes:
-        raise ValueError(_no_room(folder, nbytes))
-    file = DiskFile(tempfile.TemporaryFile(dir=folder, prefix="optimizer.", buffering=0))
-    try:
-        os.posix_fallocate(file.file.fileno(), 0, nbytes)
-        zeros = torch.frombuffer(mmap.mmap(-1, PAGE), dtype=torch.uint8)
-        file.direct = bypass_cache(file.file.fileno(), zeros)
-    except OSError as error:
-        file.file.close()
-        raise ValueError(f"{_no_room(folder, nbytes)} ({error.strerror})") from error
-    return file
-
-
-def _no_room(folder: str, nbytes: int) -> str:
-    return (
-        f"{folder} has no room for the optimizer state: {nbytes:,} bytes are needed for each rank and "
-        f"{shutil.disk_usage(folder).free:,} are free; make room or choose another disk with --offload-train-disk-dir"
-    )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

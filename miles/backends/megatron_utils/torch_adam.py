@@ -12,15 +12,27 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
+def megatron_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The parts of a chained optimizer, or the optimizer itself."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers that do the work inside Megatron's."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part.optimizer for part in parts]
+    return [part.optimizer for part in megatron_optimizers(optimizer)]
 
 
 def fill_state(optimizer: torch.optim.Optimizer, moment: str) -> None:
-    """Make the zeros of a moment (`exp_avg` or `exp_avg_sq`) where Adam would at its first step; keep what is there."""
-    assert isinstance(optimizer, torch.optim.Adam), f"{type(optimizer)} keeps its state in another way"
+    """Make the zeros of a moment (`exp_avg` or `exp_avg_sq`) where Adam would at its first step; keep what is there.
+
+    Raises ValueError for another optimizer than torch's, which keeps its state in another way.
+    """
+    if not isinstance(optimizer, torch.optim.Adam):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        raise ValueError(
+            f"--offload-train moves the state of torch's AdamW, not of {kind}, which Megatron takes where Transformer "
+            "Engine or Apex is installed: uninstall them, or pass --no-offload-train"
+        )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

@@ -54,9 +54,9 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_por
 
 def command_line(arguments: dict[str, object]) -> list[str]:
     """The command that starts a server with `arguments`. None and False mean: leave SGLang's default."""
-    # On a CPU our own entry to the same server, which honours the seed of each request.
-    on_cpu = arguments.get("device") == "cpu"
-    command = [sys.executable, "-m", "miles.backends.sglang_utils.cpu_server" if on_cpu else "sglang.launch_server"]
+    # Our own entries to the same server: see there.
+    device = "cpu" if arguments.get("device") == "cpu" else "gpu"
+    command = [sys.executable, "-m", f"miles.backends.sglang_utils.{device}_server"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is None or value is False:
@@ -93,7 +93,7 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         if config.offload_rollout:
             # Without it the graphs are captured outside the memory saver, and never leave.
-            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+            environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         return environment
 
     cores = sorted(os.sched_getaffinity(0))

@@ -16,6 +16,7 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE,
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # What a byte of a returned storage is. A float of ones only is NaN in every width: fp32, bf16, fp16, and fp8.
 FILL = {GPU_MEMORY_TYPE_WEIGHTS: 0xFF, GPU_MEMORY_TYPE_KV_CACHE: 0}
@@ -28,7 +29,7 @@ def register() -> None:
     """Register the hooks; call it on import of the server's main module."""
     HookRegistry.register(f"{UPDATER}.release_memory_occupation", _after_release, HookType.AFTER)
     HookRegistry.register(f"{UPDATER}.resume_memory_occupation", _before_resume, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _exact_usage, HookType.AFTER)
+    HookRegistry.register(f"{SCHEDULER}.get_internal_state", _exact_usage, HookType.AFTER)
 
 
 def release(tag: str, tensors: Iterable[torch.Tensor]) -> None:

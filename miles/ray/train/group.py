@@ -39,9 +39,9 @@ class TrainGroup:
         ]
         # All are awaited even if one fails: no rank works on after the call.
         results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        failures = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
+        if failures:
+            raise _cause(failures)
         return results
 
     async def init(self) -> None:
@@ -100,13 +100,18 @@ class TrainGroup:
         """Destroy the sub process groups after a weight sync in the sleep."""
         return _added_up(await self._all("destroy_process_groups"))
 
-    async def reload_process_groups(self) -> dict[str, float]:
-        """Build the sub process groups for a weight sync in the sleep."""
-        return _added_up(await self._all("reload_process_groups"))
-
     async def clear_memory(self) -> dict[str, float]:
         """Give the allocators' cached memory back."""
         return _added_up(await self._all("clear_memory"))
+
+
+def _cause(failures: dict[int, BaseException]) -> BaseException:
+    """The failure that says most, with the others as notes: a ValueError names the cause; others may only follow it."""
+    first = next((error for error in failures.values() if isinstance(error, ValueError)), next(iter(failures.values())))
+    for rank, error in failures.items():
+        if error is not first:
+            first.add_note(f"trainer rank {rank} failed too: {error}")
+    return first
 
 
 def _added_up(results: list[dict[str, float]]) -> dict[str, float]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles.config import offload_rules
+from miles.residency import filesystem
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def folder(tmp_path, monkeypatch):
     """
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/sda1 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n")
-    monkeypatch.setattr(offload_rules, "MOUNTS", mounts)
+    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     model = tmp_path / "model"
     model.mkdir()

@@ -59,6 +59,7 @@ STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir"
         ({"colocate": True}, {"offload_train_keep_host_buffers": True, "offload_train_disk_dir": None}),
         ({"colocate_memory_peak_device": "gpu"}, {"offload_train_keep_host_buffers": False}),
         ({"offload_train_keep_host_buffers": False}, {"offload_train_keep_host_buffers": False}),
+        ({"colocate": True, "offload_train_target": "disk"}, {"offload_train_keep_host_buffers": None}),
         ({"device": "cuda"}, {"bf16": True}),
         ({"device": "cpu"}, {"bf16": False}),
         ({"device": "cpu", "bf16": True}, {"bf16": True}),

@@ -119,3 +119,25 @@ def test_warnings(argv):
     (levels,) = resolve(argv("--offload-rollout-level")).warnings
     assert levels == "--offload-rollout-level has no effect without --offload-rollout"
     assert resolve(argv("--ref-load model")).warnings == ["--ref-load has no effect without --use-kl-loss"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--offload-train-keep-host-buffers DISK", "--offload-train-keep-host-buffers has no effect with"),
+        ("--no-offload-train-keep-host-buffers DISK", "--no-offload-train-keep-host-buffers has no effect with"),
+        ("DISK", None),
+        ("--offload-train-keep-host-buffers", None),
+        ("--offload-train-disk-chunk-mb 64", "--offload-train-disk-chunk-mb 64 has no effect without"),
+        ("--offload-train-disk-chunk-mb 64 DISK", None),
+        ("--offload-train-disk-chunk-mb 64 --stream-optimizer-state-to-disk", None),
+        ("--train-memory-margin-bytes 0 --no-offload-train", "--train-memory-margin-bytes 0 has no effect without"),
+        ("--train-memory-margin-bytes 0", None),
+        # So that a debug mode can be added to any command line.
+        ("--train-memory-margin-bytes 0 --offload-train-disk-chunk-mb 64 --debug-rollout-only", None),
+    ],
+)
+def test_offload_flags_without_effect(argv, more, expected):
+    more = more.replace("DISK", "--offload-train-target disk")
+    warnings = resolve(argv(more, no_offload_train=None, no_offload_rollout=None)).warnings
+    assert len(warnings) == (expected is not None) and all(expected in warning for warning in warnings)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from miles.config import offload_rules, validate
+from miles.config import validate
 from miles.config.resolve import ConfigError, resolve
+from miles.residency.filesystem import filesystem_of
 
 OFFLOADS = {"no_offload_train": None, "no_offload_rollout": None, "offload": ""}
 REBUILDS = {"rematerialize_param_from_master_weight": ""}
@@ -43,7 +44,9 @@ CASES = {
          "--offload-train-disk-dir away has no effect without --offload-train-target disk or --stream-optimizer-state"),
         ({**OFFLOADS, "offload_train_target": "disk", "offload_train_disk_dir": "/dev/shm/away/run"},
          "--offload-train-disk-dir /dev/shm/away/run is in memory (tmpfs), so that what goes there stays on the host"),
-        ({"stream_optimizer_state_to_disk": "", "offload_train_disk_dir": "/dev/shm"}, "is in memory (tmpfs)"),
+        ({"stream_optimizer_state_to_disk": "", "offload_train_disk_dir": "/dev/shm"},
+         "is in memory (tmpfs), so that what goes there stays on the host; choose a folder on a disk, or "
+         "--offload-train-target cpu without --stream-optimizer-state-to-disk"),
     ],
     "_checks": [({"check_residency": ""}, "--check-residency has no effect without --offload-train")],
     "_debug_modes": [
@@ -240,7 +243,7 @@ def test_no_scratch(argv, monkeypatch):
 
 
 def test_the_system_lists_its_mounts():
-    assert offload_rules._file_system(Path("/proc/self")) == "proc"
+    assert filesystem_of(Path("/proc/self")) == "proc"
 
 
 def test_levels_have_names(argv):

@@ -75,10 +75,9 @@ CALLS = {
     "critic, gathers": (
         policy(critic=True, sync_gathers=True, levels={WEIGHTS}),
         ["engine offload ['cuda_graph', 'weights']", "actor sleep", "critic sleep", "engine onload_weights"]
-        + ["actor reload_process_groups", "sync", "actor destroy_process_groups", "engine onload_kv"],
+        + ["sync", "actor destroy_process_groups", "engine onload_kv"],
         ["engine offload ['cuda_graph', 'weights']", "critic onload", "critic sleep", "actor onload", "actor sleep"]
-        + ["engine onload_weights", "actor reload_process_groups", "sync", "actor destroy_process_groups"]
-        + ["engine onload_kv"],
+        + ["engine onload_weights", "sync", "actor destroy_process_groups", "engine onload_kv"],
     ),
     "only the engines, no level, critic": (
         policy(train=False, levels=(), critic=True),
@@ -95,15 +94,30 @@ async def test_calls(name):
     assert await Recorder(a_policy).run(*SET_UP, *STEP, *STEP) == set_up + step + step
 
 
+AFTER_TRAIN = {
+    "perf/all_time": 5.0,
+    **{f"perf/{verb}_time": 0.5 for verb in ("sleep", "onload_weights", "sync", "destroy_process_groups", "onload_kv")},
+}
+
+
 async def test_metrics_of_all_calls_are_added_up():
     recorder = Recorder(policy(sync_gathers=True))
     await recorder.run(*SET_UP, Phase.AFTER_GENERATE)
-    assert await recorder.executor.run(Phase.AFTER_TRAIN) == {
-        "perf/all_time": 6.0,
-        **{f"perf/{verb}_time": 0.5 for verb in ("sleep", "onload_weights", "reload_process_groups", "sync")},
-        **{f"perf/{verb}_time": 0.5 for verb in ("destroy_process_groups", "onload_kv")},
-    }
+    assert await recorder.executor.run(Phase.AFTER_TRAIN) == AFTER_TRAIN
     assert await recorder.executor.run(Phase.EVALUATION) == {}
+
+
+async def test_calls_before_a_failure_are_counted_once_when_the_phase_is_run_again():
+    to_training = len(await Recorder(policy(sync_gathers=True)).run(*SET_UP, Phase.AFTER_GENERATE))
+    for number in range(len(AFTER_TRAIN) - 1):
+        recorder = Recorder(policy(sync_gathers=True), fail_at=to_training + number)
+        await recorder.run(*SET_UP, Phase.AFTER_GENERATE)
+        with pytest.raises(OSError):
+            await recorder.executor.run(Phase.AFTER_TRAIN)
+        assert await recorder.executor.run(Phase.SHUT_DOWN) == {}  # nothing to do, nothing forgotten
+        assert await recorder.executor.run(Phase.AFTER_TRAIN) == AFTER_TRAIN
+        # The next phase starts anew.
+        assert (await recorder.executor.run(Phase.AFTER_GENERATE))["perf/all_time"] == 2.0
 
 
 async def different_policies():

@@ -1,7 +1,6 @@
 import gc
+import mmap
 import re
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import torch
 
 from miles.residency import memory as module
 from miles.residency.memory import CpuMemory, TorchMemorySaverMemory, device_memory, pack, span
-
-ROOT = Path(__file__).parents[3]
 
 
 def resident() -> int:
@@ -175,6 +172,26 @@ def test_without_room_restore_raises_with_the_figures_and_can_be_tried_again(fre
     memory.restore("a")
 
 
+@pytest.mark.parametrize("verb", ["allocate", "rehome"])
+def test_new_memory_waits_for_room_too_and_without_it_never_reaches_the_saver(free, saver, monkeypatch, verb):
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    memory, room = TorchMemorySaverMemory(saver, "cpu", margin_bytes=2**40), 15 * 2**21
+
+    def take():
+        if verb == "allocate":
+            memory.allocate(30_000_000, "a")
+        else:
+            memory.rehome(torch.ones(30_000_000, dtype=torch.uint8).untyped_storage(), "a", keep=False)
+
+    free[:] = [room - 1]
+    with pytest.raises(torch.OutOfMemoryError, match="no room to add 30,000,000 bytes to tag 'a': 31,457,280 .*level"):
+        take()
+    assert saver.calls == []
+    free[:] = [0, room]
+    take()
+    assert saver.calls == ["region a"]
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_refused_on_a_gpu_only(variable, monkeypatch):
     monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
@@ -268,26 +285,27 @@ def test_packing_into_a_released_tag_changes_no_tensor(memory):
     assert tensor.data_ptr() == pointer
 
 
-PEAK = """
-import mmap, resource, torch
-from miles.residency.memory import pack
 class FirstTouch:
+    """The kernel gives its buffers their pages when they are written, and takes them back with the last tensor."""
+
     def allocate(self, nbytes, tag):
         return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-tensors = [torch.ones(40_000_000, dtype=torch.uint8) for _ in range(10)]
-before = peak()
-buffer = pack(tensors, FirstTouch(), "a")
-print(peak() - before, buffer.sum(dtype=torch.int64).item())
-"""
+
+
+def peak() -> int:
+    """The most that was resident since 5 was last written to /proc/self/clear_refs."""
+    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def test_old_memory_is_freed_as_it_is_replaced():
-    # The kernel gives this buffer its pages when they are written. With the old tensors freed one by one the peak is
-    # one tensor above the start; with all of them kept it would be ten.
-    out = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    grown, total = map(int, out.stdout.split())
-    assert grown < 100_000_000 and total == 400_000_000
+    # With the old tensors freed one by one the peak is one tensor above the start; with all of them kept it were ten.
+    tensors = [FirstTouch().allocate(10_000_000, "").fill_(1) for _ in range(10)]
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    assert before >= 100_000_000
+    buffer = pack(tensors, FirstTouch(), "a")
+    assert 5_000_000 < peak() - before < 25_000_000
+    assert buffer.sum(dtype=torch.int64) == 100_000_000
 
 
 def test_span_from_metadata_alone():

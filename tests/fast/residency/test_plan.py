@@ -64,6 +64,10 @@ GRAPH_IN = "engine +cuda_graph<dropped"
 SLEEP = "actor -comm>dropped -grads>dropped -weights>host -optimizer>host"
 WAKE = "actor +optimizer<host +weights<host +grads<dropped +comm<dropped"
 LORA_WAKE = "actor +optimizer<host +weights<host +comm<dropped +grads<dropped"
+# Where the sync gathers, the groups outlast the sleep.
+DOZE = "actor -grads>dropped -weights>host -optimizer>host"
+COMM_OUT = "actor -comm>dropped"
+COMM_WAKE = "actor +comm<dropped +optimizer<host +weights<host +grads<dropped"
 
 TABLES = {
     "cpu": (
@@ -246,10 +250,78 @@ TABLES = {
         policy(sync_gathers=True),
         {
             Phase.ENGINES_UP: [ENGINE_OUT],
-            Phase.TRAINER_BUILT: [SLEEP],
-            Phase.FIRST_SYNC: [WEIGHTS_IN, "actor +comm<dropped", "sync", "actor -comm>dropped", POOLS_IN],
-            Phase.AFTER_GENERATE: [ENGINE_OUT, WAKE],
-            Phase.AFTER_TRAIN: [SLEEP, WEIGHTS_IN, "actor +comm<dropped", "sync", "actor -comm>dropped", POOLS_IN],
+            Phase.TRAINER_BUILT: [DOZE],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", COMM_OUT, POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, COMM_WAKE],
+            Phase.AFTER_TRAIN: [DOZE, WEIGHTS_IN, "sync", COMM_OUT, POOLS_IN],
+        },
+    ),
+    "gpu, the sync gathers": (
+        policy("gpu", sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: [DOZE],
+            Phase.FIRST_SYNC: ["sync", COMM_OUT, POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, COMM_WAKE, WEIGHTS_OUT],
+            Phase.AFTER_TRAIN: ["actor clear", WEIGHTS_IN, DOZE, "sync", COMM_OUT, POOLS_IN],
+        },
+    ),
+    "gpu, LoRA, the sync gathers": (
+        policy("gpu", lora=True, sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [POOLS_OUT],
+            Phase.TRAINER_BUILT: [DOZE],
+            Phase.FIRST_SYNC: ["sync", COMM_OUT, POOLS_IN],
+            Phase.AFTER_GENERATE: [POOLS_OUT, COMM_WAKE, WEIGHTS_OUT],
+            Phase.AFTER_TRAIN: [
+                "actor clear",
+                "actor -grads>dropped",
+                WEIGHTS_IN,
+                "actor -weights>host -optimizer>host",
+                "sync",
+                COMM_OUT,
+                POOLS_IN,
+            ],
+        },
+    ),
+    "cpu, rematerialise, the sync gathers": (
+        policy(rematerialize=True, sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: ["actor -weights>dropped -grads>dropped -optimizer>host"],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", COMM_OUT, POOLS_IN],
+            Phase.AFTER_GENERATE: [
+                ENGINE_OUT,
+                "actor +comm<dropped +optimizer<host +grads<dropped +weights<dropped",
+            ],
+            Phase.AFTER_TRAIN: [
+                "actor -weights>dropped -grads>dropped -optimizer>host",
+                WEIGHTS_IN,
+                "sync",
+                COMM_OUT,
+                POOLS_IN,
+            ],
+        },
+    ),
+    # The critic sends no weights: its groups leave when it sleeps.
+    "cpu, critic, the sync gathers": (
+        policy(critic=True, sync_gathers=True),
+        {
+            Phase.ENGINES_UP: [ENGINE_OUT],
+            Phase.TRAINER_BUILT: [DOZE, SLEEP.replace("actor", "critic")],
+            Phase.FIRST_SYNC: [WEIGHTS_IN, "sync", COMM_OUT, POOLS_IN],
+            Phase.AFTER_GENERATE: [ENGINE_OUT, WAKE.replace("actor", "critic")],
+            Phase.AFTER_CRITIC: [SLEEP.replace("actor", "critic"), COMM_WAKE],
+            Phase.AFTER_TRAIN: [DOZE, WEIGHTS_IN, "sync", COMM_OUT, POOLS_IN],
+        },
+    ),
+    "only the trainer, the sync gathers": (
+        policy(rollout=False, sync_gathers=True),
+        {
+            Phase.TRAINER_BUILT: [DOZE],
+            Phase.FIRST_SYNC: ["sync", COMM_OUT],
+            Phase.AFTER_GENERATE: [COMM_WAKE],
+            Phase.AFTER_TRAIN: [DOZE, "sync", COMM_OUT],
         },
     ),
     "only the trainer": (

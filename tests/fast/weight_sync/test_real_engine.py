@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -44,7 +45,8 @@ def updater_of(weights_folder, checkpoint, url, group):
     load_into(model, family, config, weights_folder, layers, 0, 1, True, True)
     parallel = ParallelInfo(0, 1, no_group, 0, 1, no_group, [layers])
     engines = [EngineTarget(url, 1, [0])]
-    return WeightUpdater(model, family, config, parallel, checkpoint, engines, 0, group, 100_000, flush_cache=True)
+    minute = timedelta(minutes=1)
+    return WeightUpdater(model, family, config, parallel, checkpoint, engines, 0, group, 100_000, True, minute)
 
 
 async def generate(url):

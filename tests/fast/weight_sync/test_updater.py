@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.weight_sync.gather import ParallelInfo, live
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
 from tests.fast.weight_sync.conftest import StageModel, fall_asleep, no_group
+
+MINUTE = timedelta(minutes=1)
 
 
 class Engine:
@@ -102,7 +105,7 @@ def main(rank, world_size, store, folder, buffer_size, expected_error, *targets)
 
     def updater(flush_cache):
         group, size = dist.group.WORLD, int(buffer_size)
-        return WeightUpdater(model, family, config, parallel, folder, engines, rank, group, size, flush_cache)
+        return WeightUpdater(model, family, config, parallel, folder, engines, rank, group, size, flush_cache, MINUTE)
 
     try:
         metrics = updater(flush_cache=True).update(7, live)
@@ -113,7 +116,25 @@ def main(rank, world_size, store, folder, buffer_size, expected_error, *targets)
         # Again while the trainer sleeps and the engines' caches are away, with other values.
         read = fall_asleep(model)
         updater(flush_cache=False).update(8, lambda parameter: 2 * read(parameter))
+        fail_to_read(rank, config, family, folder, engines)
     dist.barrier()
+
+
+def fail_to_read(rank, config, family, folder, engines):
+    """Two data-parallel ranks, of which one can't read its weights, as from a broken disk: both say so."""
+    model = StageModel(config, range(2), True, True, 1)
+    alone = ParallelInfo(0, 1, no_group, 0, 1, no_group, [range(2)])
+    updater = WeightUpdater(
+        model, family, config, alone, folder, engines, rank, dist.group.WORLD, 100_000, True, MINUTE
+    )
+
+    def read(parameter):
+        if rank == 1:
+            raise OSError("injected")
+        return parameter.detach()
+
+    with pytest.raises(RuntimeError, match="the weight update failed: trainer rank 1: injected"):
+        updater.update(9, read)
 
 
 def weights(folder):
@@ -138,6 +159,10 @@ def test_each_rank_of_each_engine_gets_every_weight(run_ranks, make_engine, chec
             "/continue_generation",
             "/pause_generation",
             "/update_weight_version",
+            "/continue_generation",
+            # The one that a rank could not read.
+            "/pause_generation",
+            "/flush_cache",
             "/continue_generation",
         ]
         for received in engine.received:

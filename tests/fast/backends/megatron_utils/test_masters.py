@@ -1,6 +1,7 @@
 """Weights rebuilt from the masters of all data-parallel ranks. This file is also the program that each rank runs."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -13,9 +14,8 @@ from miles.utils.network import free_ports
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_come_back_from_the_masters(run_ranks, tiny_checkpoint, tmp_path, ranks):
-    run_ranks(__file__, ranks, str(tiny_checkpoint), str(tmp_path), str(free_ports(1)[0]))
+def test_weights_come_back_from_the_masters(run_ranks, tiny_checkpoint, tmp_path):
+    run_ranks(__file__, 2, str(tiny_checkpoint), str(tmp_path), json.dumps(free_ports(3)))
 
 
 def loss_trace():
@@ -29,23 +29,33 @@ def bits(tensor):
     return tensor.detach().clone().view(torch.int16)
 
 
-def main(rank, ranks, checkpoint, folder, port):
+def main(rank, checkpoint, folder, ports):
+    torch.set_num_threads(1)
+    # First each rank in a world of its own, then both in one.
+    in_world(0, 1, checkpoint, folder / f"rank {rank}", ports[rank], check_refusals if rank else check_rebuild)
+    in_world(rank, 2, checkpoint, folder / f"both, rank {rank}", ports[2], check_rebuild)
+
+
+def in_world(rank, ranks, checkpoint, folder, port, check):
+    from megatron.core import parallel_state
+
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    torch.set_num_threads(1)
+    folder.mkdir()
     actor = MegatronTrainRayActor(loss_trace().trace_config(checkpoint, ranks, 1, ["--bf16"], folder), rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    check_rebuild(actor, ranks)
-    if ranks == 1:
-        check_refusals(actor, loss_trace().trace_config(checkpoint, ranks, 1, [], folder))
+    check(actor)
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
-def check_rebuild(actor, ranks):
+def check_rebuild(actor):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.masters import MasterWeights
 
-    parameters = dict(actor.model.named_parameters())
+    ranks, parameters = dist.get_world_size(), dict(actor.model.named_parameters())
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
     started = {name: bits(parameter) for name, parameter in parameters.items()}
 
@@ -100,10 +110,9 @@ def check_rebuild(actor, ranks):
     check()
     dist.all_reduce = all_reduce
     assert len(asked) == (len(parameters) if ranks > 1 else 0) and all(asked_for is group for asked_for in asked)
-    dist.barrier()
 
 
-def check_refusals(actor, fp32_config):
+def check_refusals(actor):
     from miles.backends.megatron_utils.masters import MasterWeights
     from miles.backends.megatron_utils.model import build_model, build_train_state
 
@@ -112,6 +121,7 @@ def check_refusals(actor, fp32_config):
     with pytest.raises(ValueError, match="but 1 have no fp32 master .*: decoder.final_layernorm.weight; leave it out"):
         MasterWeights(state.model, state.optimizer, torch.clone)
 
+    fp32_config = loss_trace().trace_config(actor.config.hf_checkpoint, 1, 1, [], Path(actor.config.run_dir))
     model = build_model(fp32_config, actor.hf_config)
     state, count = build_train_state(fp32_config, model, 2), len(list(model.parameters()))
     names = f"but {count} have .*: embedding.word_embeddings.weight, .* and {count - 8} more; leave it out"
@@ -120,4 +130,4 @@ def check_refusals(actor, fp32_config):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4], Path(sys.argv[5]), int(sys.argv[6]))
+    main(int(sys.argv[1]), sys.argv[4], Path(sys.argv[5]), json.loads(sys.argv[6]))

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ import pytest
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
-CYCLES = 3  # a rollout of two optimizer steps before, between and after them
+# Cycles, with a rollout of two optimizer steps before, between and after them, and flags.
 LAYOUTS = {
-    "TP 2, SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    "PP 2": ("--pipeline-model-parallel-size", "2"),
-    "DP 2": (),
+    "TP 2, SP": (3, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "PP 2": (2, ("--pipeline-model-parallel-size", "2")),
+    "DP 2": (2, ()),
 }
 RUNS = ("straight", "cycled", "resumed")
 SAVING = "TP 2, SP"  # the layout that saves and resumes
@@ -28,11 +29,11 @@ SAVING = "TP 2, SP"  # the layout that saves and resumes
 def test_training_goes_on_over_destroyed_groups(run_ranks, tiny_checkpoint, tmp_path):
     ports = free_ports(len(LAYOUTS) * len(RUNS))
     run_ranks(__file__, 2, str(tiny_checkpoint), str(tmp_path), json.dumps(ports))
-    for layout in LAYOUTS:
+    for layout, (cycles, _) in LAYOUTS.items():
         results = [json.loads((tmp_path / f"{layout}, {run}.json").read_text()) for run in runs(layout)]
         straight, cycled = results[:2]
         losses = [rollout["train/loss"] for rollout in straight]
-        assert len(set(losses)) == CYCLES + 1  # the steps do something, else agreement would mean little
+        assert len(set(losses)) == cycles + 1  # the steps do something, else agreement would mean little
         assert cycled == straight, layout
         assert results[2:] == ([straight[2:]] if layout == SAVING else []), layout
 
@@ -45,13 +46,13 @@ def main(rank, checkpoint, folder, ports):
     spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
     tracing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tracing)
-    for layout, flags in LAYOUTS.items():
+    for layout, (cycles, flags) in LAYOUTS.items():
         for run in runs(layout):
             train = {"straight": straight, "cycled": cycled, "resumed": resumed}[run]
             scratch = folder / f"{layout}, {run}, rank {rank}"
             scratch.mkdir()
             save = ("--load" if run == "resumed" else "--save", str(folder / layout))
-            config = tracing.trace_config(checkpoint, 2, CYCLES + 1, [*flags, *save], scratch)
+            config = tracing.trace_config(checkpoint, 2, cycles + 1, [*flags, *save], scratch)
             metrics = in_world(tracing, config, rank, ports.pop(), train)
             if metrics[0]:
                 (folder / f"{layout}, {run}.json").write_text(json.dumps(metrics))
@@ -90,14 +91,14 @@ def digest(model):
 
 
 def straight(actor, shard):
-    for rollout_id in range(CYCLES + 1):
+    for rollout_id in range(actor.config.num_rollout):
         yield actor.train(rollout_id, shard)
 
 
 def resumed(actor, shard):
     """From the checkpoint that `cycled` saved after its first cycle and second rollout."""
     assert actor.start_rollout_id() == 2
-    for rollout_id in range(2, CYCLES + 1):
+    for rollout_id in range(2, actor.config.num_rollout):
         yield actor.train(rollout_id, shard)
 
 
@@ -116,7 +117,7 @@ def cycled(actor, shard):
         if failures:
             raise failures.pop()
 
-    groups = SubGroups(build)
+    groups = SubGroups(build, timedelta(minutes=1))
     foreign = dist.new_group(backend="gloo")
     yield actor.train(0, shard)
 
@@ -126,7 +127,7 @@ def cycled(actor, shard):
     # Holders of all kinds, that come between two cycles; the collector does not track the dict.
     name = "_TENSOR_MODEL_PARALLEL_GROUP"
     late = types.SimpleNamespace()
-    for cycle in range(1, CYCLES + 1):
+    for cycle in range(1, actor.config.num_rollout):
         old = destroyed(groups, foreign, cycle)
         fails(actor, shard)
         taken = [actor.model.tp_group] if cycle == 2 else None
@@ -216,7 +217,9 @@ def failing_rebuild(actor, groups, failures):
 
 
 def immutable_holder(actor, groups, name):
-    """A group in a tuple is reported with its type until it is gone; likewise a stand-in."""
+    """A group in a tuple is reported with its type until it is gone; likewise a stand-in, and what nobody shows."""
+    # Only what is planted from here on is looked for: a search of all that the libraries made takes seconds.
+    gc.freeze()
     planted = types.SimpleNamespace(pair=(named()[name], 1))
     gc.collect()
     assert not gc.is_tracked(planted.pair)
@@ -226,6 +229,11 @@ def immutable_holder(actor, groups, name):
             verb()
         assert not groups.alive
     del planted
+    groups.rebuild()
+    local = named()[name]
+    with pytest.raises(RuntimeError, match=rf"{name}, held by what .* \(a local variable of a running function"):
+        groups.destroy()
+    del local
     groups.destroy()
     stand_in = (actor.model.tp_group,)
     groups.rebuild()

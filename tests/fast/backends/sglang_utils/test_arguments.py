@@ -67,7 +67,7 @@ def test_command_line():
             "lora_paths": [1, 2],
         }
     )
-    words = "-m sglang.launch_server --model-path m --skip-server-warmup --lora-paths 1 2"
+    words = "-m miles.backends.sglang_utils.gpu_server --model-path m --skip-server-warmup --lora-paths 1 2"
     assert command == [sys.executable, *words.split()]
 
 
