@@ -11,11 +11,13 @@ has taken a training step (--no-step: none, for a size that leaves no room for o
 - as it comes: torch_memory_saver with its own host copy of as many bytes;
 - pinned copy: one cudaMemcpy of 8 GB to pinned memory and back, the limit.
 
-GB/s count the bytes that were copied, in the time of the memory's moves alone; the process groups have columns of their
-own. `--device cpu --sizes tiny` tries the script without a GPU.
+GB/s count the bytes that were copied, in the time of the memory's moves alone; `whole verb` is all that is waited for.
+Process groups come and go on several GPUs only: `scripts/loss_trace.py --device cuda --ranks 2 --sleep` times them.
+`--device cpu --sizes tiny` tries the script without a GPU.
 """
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -75,8 +77,9 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.hf import load_hf_config
-    from miles.backends.megatron_utils.initialize import initialize
+    from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
     from miles.backends.megatron_utils.model import build_model, build_train_state
+    from miles.backends.megatron_utils.process_groups import SubGroups
     from miles.backends.megatron_utils.residency import build_residency
     from miles.backends.megatron_utils.training import ShardTrainer
     from miles.residency.plan import Region
@@ -105,7 +108,8 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     state = build_train_state(config, model, 100)
-    residency = build_residency(config, 0, state)
+    groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
+    residency = build_residency(config, 0, state, groups)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if with_step:
         step()
@@ -183,28 +187,24 @@ def child(case: str, *arguments: object) -> dict:
 
 
 def rows_of(label: str, result: dict, limit: dict | None) -> list[Row]:
-    """The first cycle, and the median of the later ones."""
+    """Sleep and wake of the first cycle, and the median of the later ones."""
     rows = []
-    later = result["cycles"][1:]
-    for name, cycles in ((f"{label}, first", result["cycles"][:1]), (label, later)):
-        row: Row = {"what": name}
-        for verb, groups, way in (
-            ("sleep", "destroy_process_groups", "out"),
-            ("wake_up", "reload_process_groups", "in"),
-        ):
+    for name, cycles in ((f"{label}, first", result["cycles"][:1]), (label, result["cycles"][1:])):
+        for verb, way in (("sleep", "out"), ("wake_up", "in")):
             seconds = statistics.median(cycle[f"{verb}_memory"] for cycle in cycles)
             copied = cycles[0][f"perf/{verb}_bytes"]
-            row |= {
-                f"{verb} s": seconds,
-                f"{verb} B/parameter": copied / result["parameters"],
-                f"{verb} GB/s": copied / seconds / 1e9,
-                f"{verb} of limit": copied / seconds / 1e9 / limit[way] if limit else None,
-                f"{verb} groups s": statistics.median(cycle[f"perf/{groups}_time"] for cycle in cycles),
-                f"{verb} all s": statistics.median(cycle[f"perf/{verb}_time"] for cycle in cycles),
-            }
-        row["host GB"] = max(cycle["perf/cpu_memory_after_offload_train_gb"] for cycle in cycles)
-        row["GPU GB asleep"] = max(cycle["used_asleep"] for cycle in cycles) / 1e9
-        rows.append(row)
+            rows.append(
+                {
+                    "what": f"{name}: {verb}",
+                    "s": seconds,
+                    "GB/s": copied / seconds / 1e9,
+                    "of limit": copied / seconds / 1e9 / limit[way] if limit else None,
+                    "B/parameter": copied / result["parameters"],
+                    "whole verb s": statistics.median(cycle[f"perf/{verb}_time"] for cycle in cycles),
+                    "host GB": max(cycle["perf/cpu_memory_after_offload_train_gb"] for cycle in cycles),
+                    "GPU GB asleep": max(cycle["used_asleep"] for cycle in cycles) / 1e9,
+                }
+            )
     return rows
 
 

@@ -31,7 +31,7 @@ NUM_SAMPLES, GROUP = 16, 4
 # What is printed of a sleep and a wake.
 MOVES = [
     *(f"perf/{name}" for name in ("sleep_time", "destroy_process_groups_time", "sleep_bytes", "wake_up_time")),
-    *(f"perf/{name}" for name in ("reload_process_groups_time", "wake_up_bytes", "actor_train_time")),
+    *(f"perf/{name}" for name in ("reload_process_groups_time", "wake_up_bytes")),
     *("perf/gpu_residual_tensors_gb", "perf/gpu_residual_cache_gb", "perf/cpu_memory_after_offload_train_gb"),
 ]
 
@@ -89,9 +89,10 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     lines = []
     for rollout_id in range(steps):
-        moved = actor.sleep() | actor.wake_up() if config.offload_train else {}
+        moved = actor.sleep() | actor.destroy_process_groups() | actor.wake_up() if config.offload_train else {}
         metrics = actor.train(rollout_id, mine)
-        lines.append(metrics | moved if metrics else {})
+        trained = {name: value for name, value in metrics.items() if name.startswith("train/")}
+        lines.append(trained | moved if trained else {})
     if lines[0]:
         result.write_text(json.dumps(lines))
     torch.distributed.barrier()

@@ -31,7 +31,8 @@ class SubGroups:
     torch.distributed, and a destroyed gloo group keeps working); after `rebuild` the new group that has the name of the
     old one in parallel_state. The places known from earlier cycles are filled first; only where something old outlives
     that is the process searched for its holders (0.1 to 1 s). So holders may come at any time, also while the groups
-    are away, and usual cycles search nothing. Known places are kept alive.
+    are away, and usual cycles search nothing. Known places are kept alive. The groups of a world of one rank stay as
+    they are: they have no peers to keep buffers for, and ending their communicators takes most of a second.
 
     build: makes Megatron's groups; called again with the same result. timeout: for agreements between the ranks.
     """
@@ -41,6 +42,7 @@ class SubGroups:
         # For agreement while the others are away; on a GPU the world's own communicator need not come into being.
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._state = _State.UP
+        self._alone = dist.get_world_size() == 1
         self._places: list[_Place] = []
         # Who must be gone: the old groups, or after a rebuild the stand-ins, by their first name in parallel_state.
         self._replaced: dict[str, weakref.ref] = {}
@@ -62,6 +64,9 @@ class SubGroups:
         """
         if self._state is _State.DOWN:
             logger.info("the process groups are destroyed already")
+            return
+        if self._alone:
+            self._state = _State.DOWN
             return
         if self._state is _State.UP:
             if torch.cuda.is_available():
@@ -90,6 +95,9 @@ class SubGroups:
         """
         if self._state is _State.UP:
             logger.info("the process groups exist already")
+            return
+        if self._alone:
+            self._state = _State.UP
             return
         if self._state is _State.CHANGING:
             self.destroy()
