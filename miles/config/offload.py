@@ -60,8 +60,8 @@ class OffloadConfig(Section):
     )
     colocate_memory_peak_device: Literal["cpu", "gpu"] = Field(
         "cpu",
-        description="Where both sides are for a moment at a hand-over. cpu: each side leaves the GPU before the other "
-        "comes. gpu: the other side's weights come first, and the host never holds both: for when the host is scarce.",
+        description="cpu: each side leaves the GPU before the other comes. gpu: the other side's weights come first, so "
+        "that the GPU holds both for a moment, and host buffers are given back at each wake.",
     )
     train_memory_margin_bytes: int = Field(
         1024**3,
@@ -72,7 +72,7 @@ class OffloadConfig(Section):
     offload_train_keep_host_buffers: bool | None = Field(
         None,
         description="Keep the sleeping trainer's pinned host memory while it is awake, for the next sleep: pinning "
-        "anew takes twenty times as long as the copy. Unset: on, but off with --colocate-memory-peak-device gpu.",
+        "anew takes five to ten times as long as the copy. Unset: on, but off with --colocate-memory-peak-device gpu.",
     )
     check_residency: bool = Field(
         False,

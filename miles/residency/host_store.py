@@ -46,7 +46,7 @@ class Store(Protocol):
 class HostStore:
     """A host buffer a key, exactly as big as its contents; `pinned` for copies at the speed of the link.
 
-    With `keep` a buffer stays for the next cycle once it is there (pinning costs about twenty times the copy), else
+    With `keep` a buffer stays for the next cycle once it is there (pinning takes five to ten times as long as the copy), else
     `discard` gives it back.
     """
 
