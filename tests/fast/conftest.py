@@ -1,57 +1,77 @@
 """Fixtures for every test here."""
 
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Imported once, in a server that ranks are forked from: a rank otherwise spends six seconds on them.
+PRELOADED = ["tests.fast.rank_imports"]
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONSAFEPATH": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+@pytest.fixture(scope="session")
+def forkserver():
+    """A multiprocessing context whose processes come with the trainer's modules imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 @pytest.fixture
-def run_ranks(tmp_path):
+def run_ranks(tmp_path, forkserver):
     """Run a test file's own `__main__` in several processes: `run_ranks(__file__, world_size, *arguments)`.
 
-    Each process is started as `python FILE RANK WORLD_SIZE STORE ARGUMENTS...`, with STORE a file for
+    Each process runs it as `python FILE RANK WORLD_SIZE STORE ARGUMENTS...` would, with STORE a file for
     torch.distributed's file:// rendezvous. All must end well within `timeout` seconds.
     """
 
     def run(file: str, world_size: int, *arguments: str, timeout: float = 120.0) -> None:
         store, deadline = tmp_path / "store", time.monotonic() + timeout
         store.unlink(missing_ok=True)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONSAFEPATH": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         logs = [tmp_path / f"rank_{rank}.log" for rank in range(world_size)]
+        commands = [[file, str(rank), str(world_size), str(store), *arguments] for rank in range(world_size)]
         ranks = [
-            subprocess.Popen(
-                [sys.executable, file, str(rank), str(world_size), str(store), *arguments],
-                env=environment,
-                stdout=logs[rank].open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(world_size)
+            forkserver.Process(target=run_rank, args=(command, log))
+            for command, log in zip(commands, logs, strict=True)
         ]
+        for rank in ranks:
+            rank.start()
         try:
-            while any(rank.poll() is None for rank in ranks):
-                if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+            while any(rank.exitcode is None for rank in ranks):
+                if any(rank.exitcode for rank in ranks) or time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
         finally:
-            codes = [rank.poll() for rank in ranks]
+            codes = [rank.exitcode for rank in ranks]
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.join()
         if codes != [0] * world_size:
             tails = "\n".join(f"--- rank {i}, {codes[i]}\n{logs[i].read_text()[-3000:]}" for i in range(world_size))
             pytest.fail(f"ranks ended with {codes} (None: stopped after {timeout} s or another's failure)\n{tails}")
 
     return run
+
+
+def run_rank(command: list[str], log: Path) -> None:
+    """In a forked process: what `python` does with `command`, its output in `log`."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
