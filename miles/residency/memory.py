@@ -133,7 +133,7 @@ class TorchMemorySaverMemory:
     def rehome(self, storage: torch.UntypedStorage, tag: str, keep: bool) -> None:
         self._tags.check_addition(tag, "add to")
         nbytes = storage.nbytes()
-        contents = _bytes_of(storage).to("cpu", copy=True) if keep else None
+        contents = bytes_of(storage).to("cpu", copy=True) if keep else None
         storage.resize_(0)
         # It empties the cache, else both copies would be on the device for a moment.
         self._wait_for_room(f"add {nbytes:,} bytes to", tag, _segment_bytes(nbytes), margin_bytes=0)
@@ -141,9 +141,9 @@ class TorchMemorySaverMemory:
             storage.resize_(nbytes)
         self._tags.add(tag, storage)
         if contents is None:
-            _bytes_of(storage).zero_()
+            bytes_of(storage).zero_()
         else:
-            _bytes_of(storage).copy_(contents)
+            bytes_of(storage).copy_(contents)
 
     def release(self, tag: str) -> int:
         self._tags.check(tag, "mapped", "release")
@@ -193,7 +193,7 @@ class CpuMemory:
         self._tags.check_addition(tag, "add to")
         self._tags.add(tag, storage)
         if not keep:
-            _bytes_of(storage).zero_()
+            bytes_of(storage).zero_()
 
     def release(self, tag: str) -> int:
         self._tags.check(tag, "mapped", "release")
@@ -210,7 +210,8 @@ class CpuMemory:
         return self._tags.nbytes(tag)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -267,7 +268,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[_Part]:
 
 
 def _move(part: _Part, buffer: torch.Tensor, offset: int) -> None:
-    old = _bytes_of(part.tensors[0].untyped_storage())[part.start : part.end]
+    old = bytes_of(part.tensors[0].untyped_storage())[part.start : part.end]
     buffer[offset : offset + len(old)].copy_(old)
     for tensor in part.tensors:
         start = (offset + _start(tensor) - part.start) // tensor.element_size()

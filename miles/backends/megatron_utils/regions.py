@@ -7,7 +7,7 @@ import torch
 
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.torch_adam import fill_state, inner_optimizers
-from miles.residency.memory import DeviceMemory, pack, span
+from miles.residency.memory import DeviceMemory, bytes_of, pack, span
 from miles.residency.plan import Policy, Region
 
 # The tags that the device memory knows the regions by.
@@ -18,12 +18,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
     """Move everything into its region. Gradients are away meanwhile, so that the peak is that of a training step."""
     ddp_buffers = state.model.buffers + state.model.expert_parallel_buffers
-    grads = [_whole(buffer.grad_data) for buffer in ddp_buffers]
+    grads = [bytes_of(buffer.grad_data.untyped_storage()) for buffer in ddp_buffers]
     for grad in grads:
         memory.rehome(grad.untyped_storage(), TAGS[Region.GRADS], keep=False)
     memory.release(TAGS[Region.GRADS])
 
-    weights = [_whole(buffer.param_data) for buffer in ddp_buffers if buffer.param_data is not None]
+    weights = [bytes_of(buffer.param_data.untyped_storage()) for buffer in ddp_buffers if buffer.param_data is not None]
     for weight in weights:
         memory.rehome(weight.untyped_storage(), TAGS[Region.WEIGHTS], keep=True)
     loose = [p for p in state.model.module.parameters() if all(span(weight, p) is None for weight in weights)]
@@ -53,8 +53,3 @@ def _build_optimizer(state: TrainState, memory: DeviceMemory, weights: list[torc
         states = [optimizer.state[p] for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
         buffers.append(pack([entry[moment] for entry in states], memory, tag))
     return buffers
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as flat bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -26,7 +26,7 @@ from miles.backends.megatron_utils.torch_adam import inner_optimizers
 from miles.config import RunConfig
 from miles.residency.disk_store import DiskStore
 from miles.residency.fingerprint import fingerprint
-from miles.residency.host_store import HostStore
+from miles.residency.host_store import HostStore, Store
 from miles.residency.memory import DeviceMemory, device_memory, span
 from miles.residency.plan import Move, Party, Place, Policy, Region, start, trainer_leaves, trainer_returns
 from miles.residency.policy import policy_of
@@ -68,7 +68,9 @@ class TrainerResidency:
         check: hash every tensor before a sleep and compare after the wake.
     """
 
-    def __init__(self, policy: Policy, state: TrainState, memory: DeviceMemory, store, groups: SubGroups, check: bool):
+    def __init__(
+        self, policy: Policy, state: TrainState, memory: DeviceMemory, store: Store, groups: SubGroups, check: bool
+    ):
         self.policy, self.state, self.memory, self.store, self.groups = policy, state, memory, store, groups
         self.party = Party.ACTOR
         self.device = next(state.model.module.parameters()).device
@@ -94,7 +96,9 @@ class TrainerResidency:
         if not moves:
             logger.info("sleep: the trainer is asleep already")
             return {}
-        if self._check and all(self._at(region, State.GPU) for region in (Region.WEIGHTS, Region.OPTIMIZER)):
+        # A streamed optimizer has no buffers: it is never on the GPU.
+        hashed = [region for region in (Region.WEIGHTS, Region.OPTIMIZER) if self.buffers[region]]
+        if self._check and all(self._at(region, State.GPU) for region in hashed):
             self._fingerprints = self.hash_everything()
         started = time.perf_counter()
         drop_quantized_workspaces(self.state.model)

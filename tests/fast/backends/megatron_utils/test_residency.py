@@ -24,6 +24,7 @@ CASES = {
     ),
     "PP 2, bf16, disk": (("--pipeline-model-parallel-size", "2", "--bf16"), DISK),
     "DP 2, bf16, rematerialised": (("--bf16",), ("--rematerialize-param-from-master-weight",)),
+    "DP 2, bf16, streamed": (("--bf16",), ("--stream-optimizer-state-to-disk",)),
     "DP 2, plain optimizer": (("--no-use-distributed-optimizer",), ()),
 }
 
@@ -92,7 +93,7 @@ def build(rank, ranks, checkpoint, folder, port, flags, sleeping):
 
     tracing = loss_trace()
     folder.mkdir()
-    if sleeping is not None and "disk" in sleeping:
+    if sleeping is not None and any("disk" in flag for flag in sleeping):
         sleeping = (*sleeping, "--offload-train-disk-dir", str(folder), "--offload-train-disk-chunk-mb", "1")
     flags = [*flags, *(sleeping or ())]
     config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, flags, folder, sleep=sleeping is not None)
@@ -107,6 +108,8 @@ def storages(actor):
     from miles.backends.megatron_utils.torch_adam import inner_optimizers
 
     tensors = [*actor.model.parameters(), *(buffer.grad_data for buffer in actor.state.model.buffers)]
+    if actor.config.stream_optimizer_state_to_disk:
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     for optimizer in inner_optimizers(actor.state.optimizer):
         for group in optimizer.param_groups:
             for master in group["params"]:
@@ -127,6 +130,7 @@ def bits(rank, checkpoint, folder, port, case, asleep):
             actor.destroy_process_groups()  # where a weight sync would gather, they stay until it is done
             assert storages(actor) == 0 and actor.residency.asleep and not actor.residency.groups.alive
             assert metrics["perf/sleep_bytes"] > 0 and actor.sleep() == {}
+            assert actor.residency._fingerprints, "--check-residency hashes however the trainer sleeps"
             if rollout_id:  # else train() wakes it
                 assert actor.wake_up()["perf/wake_up_bytes"] == metrics["perf/sleep_bytes"]
                 assert actor.wake_up() == {} and actor.onload() == {}
@@ -144,7 +148,8 @@ def fail_alone(rank, actor, waits):
     store = actor.residency.store
     actor.sleep()
     if rank == 1:
-        store.load = failing(store.load)
+        streamed = actor.config.stream_optimizer_state_to_disk
+        store.load = failing(store.load, "weights" if streamed else "optimizer")
         with pytest.raises(OSError, match="injected"):
             actor.wake_up()
         del store.load
@@ -158,11 +163,11 @@ def fail_alone(rank, actor, waits):
     assert not actor.residency.asleep and actor.residency.groups.alive
 
 
-def failing(method):
-    """A store's method that fails for the optimizer."""
+def failing(method, region):
+    """A store's method that fails for a region."""
 
     def fail(key, *arguments):
-        if key.startswith("optimizer"):
+        if key.startswith(region):
             raise OSError("injected")
         return method(key, *arguments)
 
@@ -213,7 +218,7 @@ def verbs(checkpoint, folder, port):
 
     # A copy that fails leaves all contents where they are; the next call finishes.
     for verb, method in (("sleep", "save"), ("wake_up", "load")):
-        setattr(residency.store, method, failing(getattr(residency.store, method)))
+        setattr(residency.store, method, failing(getattr(residency.store, method), "optimizer"))
         with pytest.raises(OSError, match="injected"):
             getattr(actor, verb)()
         delattr(residency.store, method)
