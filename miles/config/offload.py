@@ -60,8 +60,8 @@ class OffloadConfig(Section):
     )
     colocate_memory_peak_device: Literal["cpu", "gpu"] = Field(
         "cpu",
-        description="cpu: each side leaves the GPU before the other comes. gpu: the other side's weights come first, so "
-        "that the GPU holds both for a moment, and host buffers are given back at each wake.",
+        description="cpu: each side leaves the GPU before the other comes. gpu: the other side's weights come first, "
+        "so that the GPU holds both for a moment, and host buffers are given back at each wake.",
     )
     train_memory_margin_bytes: int = Field(
         1024**3,

@@ -46,8 +46,8 @@ class Store(Protocol):
 class HostStore:
     """A host buffer a key, exactly as big as its contents; `pinned` for copies at the speed of the link.
 
-    With `keep` a buffer stays for the next cycle once it is there (pinning takes five to ten times as long as the copy), else
-    `discard` gives it back.
+    With `keep` a buffer stays for the next cycle once it is there, since pinning takes five to ten times as long as the
+    copy; else `discard` gives it back.
     """
 
     place = Place.HOST

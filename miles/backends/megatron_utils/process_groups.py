@@ -32,7 +32,7 @@ class SubGroups:
     old one in parallel_state. The places known from earlier cycles are filled first; only where something old outlives
     that is the process searched for its holders (0.1 to 1 s). So holders may come at any time, also while the groups
     are away, and usual cycles search nothing. Known places are kept alive. The groups of a world of one rank stay as
-    they are: they have no peers to keep buffers for, and ending their communicators takes most of a second.
+    they are: they have no peers to keep buffers for, and destroying them took 0.5 to 0.8 s a sleep on an H200.
 
     build: makes Megatron's groups; called again with the same result. timeout: for agreements between the ranks.
     """
