@@ -1,16 +1,17 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test test-slow lint
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
 ready := .venv/.installed
 
 help:
-	@echo 'make demo    set up .venv if needed, then train a tiny model with GRPO on the CPU'
-	@echo 'make test    set up .venv if needed, then run the tests that need no GPU'
-	@echo 'make setup   only set up .venv'
-	@echo 'make lint    check the style with ruff'
+	@echo 'make demo       set up .venv if needed, then train a tiny model with GRPO on the CPU'
+	@echo 'make test       set up .venv if needed, then run the tests that need no GPU, without the slow ones'
+	@echo 'make test-slow  set up .venv if needed, then run the slow tests that need no GPU'
+	@echo 'make setup      only set up .venv'
+	@echo 'make lint       check the style with ruff'
 
 setup: $(ready)
 
@@ -22,6 +23,9 @@ demo: $(ready)
 
 test: $(ready)
 	@.venv/bin/python -m pytest
+
+test-slow: $(ready)
+	@.venv/bin/python -m pytest -m slow
 
 lint: $(ready)
 	@.venv/bin/ruff check .

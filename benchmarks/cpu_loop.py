@@ -25,7 +25,13 @@ import yaml
 from common import ROOT, Row, parser, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from miles.backends.sglang_utils.arguments import HOST, command_line, server_arguments, server_environment
+from miles.backends.sglang_utils.arguments import (
+    HOST,
+    PORTS_OF_A_SERVER,
+    command_line,
+    server_arguments,
+    server_environment,
+)
 from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
 from miles.rollout.data_source import RolloutDataSource
@@ -34,7 +40,7 @@ from miles.tools.make_prompts import make_prompts
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.tracking.report import read_metrics
 from miles.utils.arguments import parse_args
-from miles.utils.network import free_ports
+from miles.utils.network import free_port_block
 from miles.utils.types import Sample
 
 
@@ -90,10 +96,10 @@ def raw_generation(config: RunConfig, rollouts: list[list[list[Sample]]]) -> tup
     """Seconds of each rollout on a bare server, and the ids of each of its responses; the first warms the server up."""
     tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
     end_ids = sorted(end_token_ids(config.hf_checkpoint, tokenizer))
-    port, nccl_port, grpc_port = free_ports(3, HOST)
+    port = free_port_block(PORTS_OF_A_SERVER)
     server = ServerProcess(
-        command_line(server_arguments(config, engine_rank=0, port=port, nccl_port=nccl_port)),
-        server_environment(config, engine_rank=0, gpu_ids=[], grpc_port=grpc_port),
+        command_line(server_arguments(config, engine_rank=0, port=port)),
+        server_environment(config, engine_rank=0, gpu_ids=[], port=port),
         Path(config.run_dir) / "logs" / "raw.log",
         f"http://{HOST}:{port}/health",
     )

@@ -40,6 +40,7 @@ SIZES = {
     "1.7B": (2048, 28, 6144, 16, 8, 151936, True),
     "4B": (2560, 36, 9728, 32, 8, 151936, True),
     "7B": (4096, 30, 12288, 32, 8, 151936, False),
+    "8B": (4096, 36, 12288, 32, 8, 151936, False),
 }
 LINK_BYTES = 8 * 2**30
 
@@ -90,7 +91,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     def step() -> float:
         trainer = ShardTrainer(config, hf_config.vocab_size)
         shard = made_up_shard(config, hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-        columns = {"old_log_probs": trainer.log_probs(state.model, shard)}
+        columns = {"old_log_probs": trainer.log_probs(state.chunks, shard)}
         return trainer.train(state, shard, columns)[-1]["train/loss"]
 
     with tempfile.TemporaryDirectory() as name:
@@ -103,11 +104,12 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
         config = parse_args([*base.split(), *batch.split(), *files, *flags])
         hf_config = load_hf_config(name)
     initialize(config, 0, 1, f"127.0.0.1:{free_ports(1, '127.0.0.1')[0]}")
-    model = build_model(config, hf_config)
+    chunks = build_model(config, hf_config)
+    (model,) = chunks
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    state = build_train_state(config, model, 100)
+    state = build_train_state(config, chunks, 100)
     groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
     residency = build_residency(config, 0, state, groups)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -68,8 +68,9 @@ def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int) -> TrainShar
         global_batch_size=config.global_batch_size,
         dp_size=config.data_parallel_size,
         micro_batch_size=config.micro_batch_size,
-        max_tokens=config.max_tokens_per_gpu,
+        max_tokens=config.max_tokens_per_micro_batch,
         per_token_loss=config.calculate_per_token_loss,
+        least_micro_batches=config.least_micro_batches,
     )
     return shard(batch, plan, dp_rank)
 

@@ -21,16 +21,28 @@ class ClusterConfig(Section):
         None,
         ge=0,
         description="GPUs of all engines together. Needed unless --colocate, which takes the trainer's; 0 where no "
-        "engine runs.",
+        "engine runs. Above the trainer's with --colocate: the first engines share its GPUs, others have their own.",
     )
     rollout_num_gpus_per_engine: int = Field(
-        1, gt=0, description="GPUs of one SGLang engine: its tensor-parallel size. An engine lives on one node."
+        1,
+        gt=0,
+        description="GPUs of one SGLang engine: its tensor-parallel size (times --sglang-pp-size). An engine lives on "
+        "one node.",
     )
     num_gpus_per_node: int = Field(8, gt=0, description="GPUs that a node of the cluster has at most.")
     colocate: bool = Field(
         False,
         description="Trainer and engines share the same GPUs and take turns. Turns both offloads on where they are not "
         "negated (--no-offload).",
+    )
+    rollout_external: bool | None = Field(
+        None,
+        description="Generate on engines that run already: Miles checks them, sends them weights, and neither starts "
+        "nor ends them. Unset: on with --rollout-external-engine-addrs.",
+    )
+    rollout_external_engine_addrs: list[str] | None = Field(
+        None,
+        description="host:port of each engine of --rollout-external. Each has --rollout-num-gpus-per-engine GPUs.",
     )
     distributed_timeout_minutes: int = Field(
         10, gt=0, description="Minutes after which a stuck collective operation of the trainer fails."

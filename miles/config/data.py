@@ -37,7 +37,9 @@ class DataConfig(Section):
         False, description="Fill each micro-batch up to --max-tokens-per-gpu tokens instead of counting samples."
     )
     max_tokens_per_gpu: int | None = Field(
-        None, gt=0, description="Tokens of one micro-batch. Needed by --use-dynamic-batch-size."
+        None,
+        gt=0,
+        description="Tokens of one micro-batch, times --context-parallel-size. Needed by --use-dynamic-batch-size.",
     )
     rollout_shuffle: bool = Field(False, description="Shuffle the prompts anew in every epoch.")
     rollout_seed: int = Field(42, ge=0, description="Seed of the shuffle.")

@@ -49,10 +49,32 @@ def _precision(v: Values) -> Iterator[Derived]:
         yield "bf16", v.device == "cuda", f"--device {v.device}"
 
 
+@_derives("bias_swiglu_fusion")
+def _fusion(v: Values) -> Iterator[Derived]:
+    if v.bias_swiglu_fusion is None:
+        yield "bias_swiglu_fusion", v.device == "cuda", f"--device {v.device}"
+
+
+@_derives("expert_tensor_parallel_size")
+def _expert_tensor_parallel(v: Values) -> Iterator[Derived]:
+    if v.expert_tensor_parallel_size is None:
+        if v.expert_model_parallel_size > 1:
+            yield "expert_tensor_parallel_size", 1, "--expert-model-parallel-size shares whole experts out"
+        else:
+            yield "expert_tensor_parallel_size", v.tensor_model_parallel_size, "--tensor-model-parallel-size"
+
+
 def _lone_side(v: Values) -> str | None:
     if not v.needs_engines:
         return "no engine runs with " + ("--debug-train-only" if v.debug_train_only else "--loss-type sft_loss")
     return None if v.needs_trainer else "no trainer runs with --debug-rollout-only"
+
+
+@_derives("rollout_external")
+def _external_engines(v: Values) -> Iterator[Derived]:
+    if v.rollout_external is None:
+        addresses = v.rollout_external_engine_addrs
+        yield "rollout_external", bool(addresses), "--rollout-external-engine-addrs" if addresses else "none is named"
 
 
 @_derives("rollout_num_gpus")
@@ -60,6 +82,10 @@ def _rollout_gpus(v: Values) -> Iterator[Derived]:
     if not v.needs_engines:
         if v.rollout_num_gpus != 0:
             yield "rollout_num_gpus", 0, _lone_side(v)
+    elif v.rollout_external and v.rollout_external_engine_addrs and v.rollout_num_gpus is None:
+        size = v.rollout_num_gpus_per_engine
+        count = len(v.rollout_external_engine_addrs)
+        yield "rollout_num_gpus", count * size, f"{count} external engines of --rollout-num-gpus-per-engine {size}"
     elif v.colocate and v.rollout_num_gpus is None:
         yield "rollout_num_gpus", v.world_size, "--colocate: the engines use the trainer's GPUs"
 

@@ -1,5 +1,24 @@
 """Sizes that follow from the fields."""
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How the trainer's ranks share the work; world = tp * pp * cp * dp.
+
+    tp: ranks that split a layer, pp: the stack of layers, cp: the sequence, ep: the experts, etp: one expert; dp:
+    copies that split the batch.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
 
 class Layout:
     """Properties of a configuration; each is a function of its fields and of nothing else."""
@@ -12,7 +31,40 @@ class Layout:
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the model in the trainer."""
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica together."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """All of them in one object."""
+        return ParallelSizes(
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            dp=self.data_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @property
+    def sharers_of_experts(self) -> int:
+        """Ranks that hold the experts of a layer together."""
+        return self.expert_model_parallel_size * self.expert_tensor_parallel_size
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Micro-batches that a step needs on each replica: interleaved pipeline stages take one each at a time."""
+        return 1 if self.num_layers_per_virtual_pipeline_stage is None else self.pipeline_model_parallel_size
+
+    @property
+    def max_tokens_per_micro_batch(self) -> int | None:
+        """Tokens of one micro-batch with --use-dynamic-batch-size; its sequences lie on all context-parallel ranks."""
+        return self.max_tokens_per_gpu and self.max_tokens_per_gpu * self.context_parallel_size
 
     @property
     def needs_engines(self) -> bool:
@@ -33,6 +85,21 @@ class Layout:
     def num_engines(self) -> int:
         """SGLang engines."""
         return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def num_colocated_engines(self) -> int:
+        """Engines that share the trainer's GPUs: the first ones. Those behind them have GPUs of their own."""
+        return self.world_size // self.rollout_num_gpus_per_engine if self.colocate else 0
+
+    @property
+    def engine_tp_size(self) -> int:
+        """Tensor-parallel ranks of an engine: its GPUs, shared out among its pipeline stages."""
+        return self.rollout_num_gpus_per_engine // self.sglang.get("pp_size", 1)
+
+    @property
+    def reserved_rollout_gpus(self) -> int:
+        """GPUs that engines are placed on; external ones have theirs elsewhere."""
+        return self.rollout_num_gpus if self.needs_engines and not self.rollout_external else 0
 
     @property
     def samples_per_rollout(self) -> int:

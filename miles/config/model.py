@@ -15,6 +15,28 @@ class ModelConfig(Section):
     )
     tensor_model_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split every layer.")
     pipeline_model_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split the stack of layers.")
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, gt=0, description="Layers of the first pipeline stage. Unset: as many as on the others."
+    )
+    decoder_last_pipeline_num_layers: int | None = Field(
+        None, gt=0, description="Layers of the last pipeline stage. Unset: as many as on the others."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = Field(
+        None,
+        gt=0,
+        description="Interleave pipeline stages: each rank holds several stretches of this many layers, which shortens "
+        "the wait at both ends of a step. Unset: one stretch a rank.",
+    )
+    context_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split every sequence.")
+    expert_model_parallel_size: int = Field(
+        1, gt=0, description="Trainer ranks that share out a layer's experts, among those of one pipeline stage."
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        None,
+        gt=0,
+        description="Trainer ranks that split every expert. Unset: 1 where experts are shared out, else "
+        "--tensor-model-parallel-size.",
+    )
     sequence_parallel: bool = Field(
         False, description="Split the activations between tensor-parallel regions along the sequence as well."
     )

@@ -12,12 +12,28 @@ class OptimizerConfig(Section):
 
     lr: float = Field(1e-6, ge=0, description="Learning rate after the warm-up.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
+        "constant", description="Shape of the decay. WSD: constant, then a decay of --lr-wsd-decay-iters steps."
+    )
     lr_decay_iters: int | None = Field(
         None, gt=0, description="Optimizer steps until the decay ends. Unset: all steps of the run."
     )
-    lr_warmup_iters: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up from 0.")
+    lr_wsd_decay_iters: int | None = Field(None, gt=0, description="Optimizer steps of WSD's decay, at its end.")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = Field(
+        "exponential", description="Shape of WSD's decay."
+    )
+    lr_warmup_iters: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up.")
+    lr_warmup_fraction: float | None = Field(
+        None, ge=0, lt=1, description="The warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters."
+    )
+    lr_warmup_init: float = Field(0.0, ge=0, description="Learning rate at which the warm-up starts.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="How weight decay goes from --start-weight-decay to --end-weight-decay over --lr-decay-iters.",
+    )
+    start_weight_decay: float | None = Field(None, ge=0, description="Weight decay at the start, if it rises.")
+    end_weight_decay: float | None = Field(None, ge=0, description="Weight decay at the end, if it rises.")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's second moment.")
     adam_eps: float = Field(1e-8, gt=0, description="Term that keeps Adam's denominator from zero.")

@@ -1,6 +1,6 @@
-"""Generation: sampling parameters, engine limits and the weight sync."""
+"""Generation: sampling parameters and engine limits."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from miles.config.section import Section
 
 
 class RolloutConfig(Section):
-    title: ClassVar[str] = "Rollout and weight sync"
+    title: ClassVar[str] = "Rollout"
 
     rollout_temperature: float = Field(
         1.0, ge=0, description="Sampling temperature; the trainer divides its logits by it too."
@@ -25,6 +25,20 @@ class RolloutConfig(Section):
     rollout_stop_token_ids: list[int] | None = Field(None, description="Token ids that end a response.")
     rollout_skip_special_tokens: bool = Field(False, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
+    sglang_router_policy: Literal["cache_aware", "power_of_two", "round_robin", "random"] | None = Field(
+        None,
+        description="Start sglang-router in front of the engines, with this policy. Unset: Miles itself sends each "
+        "group of samples to the engine with the fewest in flight.",
+    )
+    sglang_router_ip: str | None = Field(
+        None,
+        description="Address of an sglang-router that runs already: Miles adds its engines to it and takes them out "
+        "at the end.",
+    )
+    sglang_router_port: int | None = Field(None, gt=0, lt=65536, description="Port of --sglang-router-ip.")
+    sglang_router_request_timeout_secs: int = Field(
+        14400, gt=0, description="Seconds after which a router that Miles started gives up a request."
+    )
     rollout_engine_start_timeout: float = Field(
         600.0, gt=0, description="Seconds that an engine may take until it answers its first health check."
     )
@@ -32,7 +46,6 @@ class RolloutConfig(Section):
     rollout_request_retries: int = Field(
         3, ge=0, description="Times that a request is sent again after the connection failed."
     )
-    update_weight_buffer_size: int = Field(512 * 1024**2, gt=0, description="Bytes of one bucket of the weight sync.")
     max_logprob_abs_diff: float = Field(
         0.05,
         gt=0,

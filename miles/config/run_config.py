@@ -10,6 +10,7 @@ from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
 from miles.config.evaluation import EvaluationConfig
 from miles.config.layout import Layout
+from miles.config.megatron import MegatronConfig
 from miles.config.model import ModelConfig
 from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
@@ -17,6 +18,7 @@ from miles.config.reward import RewardConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.section import Section
 from miles.config.tracking import TrackingConfig
+from miles.config.weight_sync import WeightSyncConfig
 
 
 class SglangConfig(Section):
@@ -36,8 +38,10 @@ class RunConfig(
     OptimizerConfig,
     AlgorithmConfig,
     RewardConfig,
+    WeightSyncConfig,
     RolloutConfig,
     DataConfig,
+    MegatronConfig,
     ModelConfig,
     OffloadConfig,
     ClusterConfig,

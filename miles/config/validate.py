@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from miles.config.names import flag_of
+from miles.config.engine_rules import ENGINE_RULES, engine_warnings
+from miles.config.layout_rules import LAYOUT_RULES
+from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
 from miles.config.values import Undetermined, Values
+from miles.config.weight_sync import WEIGHT_SYNC_RULES
 
 Rule = Callable[[Values], Iterator[str]]
-RULES: list[Rule] = [*OFFLOAD_RULES]
+RULES: list[Rule] = [*OFFLOAD_RULES, *LAYOUT_RULES, *MEGATRON_RULES, *ENGINE_RULES, *WEIGHT_SYNC_RULES]
 
 
 def _rule(function: Rule) -> Rule:
@@ -39,6 +42,7 @@ def warn(v: Values) -> Iterator[str]:
     if v.lr == 0 and v.needs_trainer:
         yield "--lr 0: the weights will not change"
     yield from offload_warnings(v)
+    yield from engine_warnings(v)
 
 
 # --- layout ---
@@ -58,59 +62,11 @@ def _debug_modes(v: Values) -> Iterator[str]:
 
 @_rule
 def _node_size(v: Values) -> Iterator[str]:
-    for name in ("actor_num_gpus_per_node", "rollout_num_gpus_per_engine"):
-        size = getattr(v, name)
-        used = v.needs_trainer if name.startswith("actor") else v.needs_engines
-        if used and size > v.num_gpus_per_node:
-            yield (
-                f"{flag_of(name)} {size} does not fit on a node of --num-gpus-per-node {v.num_gpus_per_node}; lower "
-                "the first or correct the second"
-            )
-
-
-@_rule
-def _rollout_gpus(v: Values) -> Iterator[str]:
-    if not v.needs_engines:
-        return
-    if not v.rollout_num_gpus:
+    if v.needs_trainer and v.actor_num_gpus_per_node > v.num_gpus_per_node:
         yield (
-            f"--rollout-num-gpus is {v.rollout_num_gpus or 'not given'}, but the engines need GPUs of their own; give "
-            f"their number, or share the trainer's with --colocate"
+            f"--actor-num-gpus-per-node {v.actor_num_gpus_per_node} does not fit on a node of --num-gpus-per-node "
+            f"{v.num_gpus_per_node}; lower the first or correct the second"
         )
-    elif v.colocate and v.rollout_num_gpus != v.world_size:
-        yield (
-            f"--rollout-num-gpus {v.rollout_num_gpus} contradicts --colocate, which gives the engines the trainer's "
-            f"{v.world_size} GPUs; leave it out"
-        )
-    elif left := v.rollout_num_gpus % v.rollout_num_gpus_per_engine:
-        yield (
-            f"--rollout-num-gpus {v.rollout_num_gpus}{' (the world size)' if v.colocate else ''} is no multiple of "
-            f"--rollout-num-gpus-per-engine {v.rollout_num_gpus_per_engine}, {left} would be left over; choose a "
-            "divisor"
-        )
-
-
-@_rule
-def _split_on_gpus(v: Values) -> Iterator[str]:
-    if v.device == "cuda" and v.needs_engines and v.needs_trainer and not v.colocate:
-        yield (
-            "trainer and engines on different GPUs are not available yet: new weights reach an engine on the trainer's "
-            "own GPU only; use --colocate"
-        )
-
-
-@_rule
-def _parallel_sizes(v: Values) -> Iterator[str]:
-    tensor, pipeline = v.tensor_model_parallel_size, v.pipeline_model_parallel_size
-    if v.needs_trainer and v.world_size % (tensor * pipeline):
-        yield (
-            f"{v.world_size} trainer ranks (--actor-num-nodes {v.actor_num_nodes} x --actor-num-gpus-per-node "
-            f"{v.actor_num_gpus_per_node}) cannot be divided into replicas of {tensor * pipeline} "
-            f"(--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}); make the first a "
-            "multiple of the second"
-        )
-    if v.sequence_parallel and tensor == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size above 1, it is 1; drop the flag"
 
 
 # --- model ---
@@ -143,19 +99,9 @@ def _model_shape(v: Values) -> Iterator[str]:
         return
     file = Path(v.hf_checkpoint) / "config.json"
     try:
-        shape = json.loads(file.read_text(encoding="utf-8"))
+        json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         yield f"{file} is not valid JSON: {error}"
-        return
-    for used, name, key in (
-        (v.needs_trainer, "tensor_model_parallel_size", "num_attention_heads"),
-        (v.needs_trainer, "tensor_model_parallel_size", "num_key_value_heads"),
-        (v.needs_trainer, "pipeline_model_parallel_size", "num_hidden_layers"),
-        (v.needs_engines, "rollout_num_gpus_per_engine", "num_attention_heads"),
-    ):
-        size = getattr(v, name)
-        if used and shape.get(key) and shape[key] % size:
-            yield f"{flag_of(name)} {size} does not divide the model's {key} {shape[key]}; choose a divisor of it"
 
 
 # --- data and batches ---

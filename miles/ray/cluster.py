@@ -29,7 +29,7 @@ def session(config: RunConfig) -> Iterator[None]:
 
 
 def num_bundles(config: RunConfig) -> int:
-    """Bundles of the layout: shared by both sides when colocated, else those of each."""
+    """Bundles of the layout: where colocated, the engines use the trainer's first, else each side has its own."""
     trainer = config.world_size if config.needs_trainer else 0
-    rollout = config.rollout_num_gpus if config.needs_engines else 0
-    return trainer if config.colocate else trainer + rollout
+    rollout = config.reserved_rollout_gpus
+    return max(trainer, rollout) if config.colocate else trainer + rollout

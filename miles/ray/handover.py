@@ -97,10 +97,11 @@ class Handover:
         return await self._trainer.update_weights(self.version)
 
     def _target(self, engine: int, url: str) -> EngineTarget:
-        """A colocated engine reads the memory of the trainer ranks on its bundles, a split one (on a CPU) rank 0's."""
-        size = self.config.rollout_num_gpus_per_engine
-        bundles = list(range(engine * size, (engine + 1) * size))
-        return EngineTarget(url, size, bundles if self.config.colocate else [0] * size)
+        """A colocated engine reads the memory of the trainer ranks on its bundles; a remote one is sent the weights."""
+        gpus, size = self.config.rollout_num_gpus_per_engine, self.config.engine_tp_size
+        if engine < self.config.num_colocated_engines:
+            return EngineTarget(url, size, list(range(engine * gpus, engine * gpus + size)))
+        return EngineTarget(url, size, None)
 
 
 def describe(steps: tuple[Step, ...]) -> str:

@@ -3,22 +3,31 @@
 | layout | bundles | trainer | engines |
 | --- | --- | --- | --- |
 | colocated | the trainer's | from 0 | from 0: both share a bundle |
+| colocated, more rollout GPUs | those of rollout | from 0 | from 0: the first ones share a bundle |
 | split | trainer + rollout | from 0 | behind the trainer |
 | train only, rollout only | that side | from 0 | from 0 |
+| external engines | the trainer's | from 0 | none: they are elsewhere |
+
+An engine with bundles of its own gets them on one node, from the last node on; the trainer has what is left.
 """
 
 import logging
 from dataclasses import dataclass
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from miles.backends.sglang_utils.arguments import HOST
 from miles.backends.sglang_utils.engine import SGLangEngine
+from miles.backends.sglang_utils.external import ExternalEngine
+from miles.backends.sglang_utils.router import ExternalRouter, SGLangRouter
 from miles.config import RunConfig
 from miles.ray.cluster import num_bundles
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import TrainGroup
+from miles.utils.network import port_slices
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,8 @@ PLACEMENT_TIMEOUT_S = 60.0
 # Shares of a bundle; a trainer rank and an engine fit in one together.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+# Ports of each engine, so that two which start together on a node cannot pick the same ones.
+PORTS_OF_AN_ENGINE = 100
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """The reserved bundles of each side, in rank order: by node, then by numeric GPU id."""
+    """The reserved bundles in rank order: one of each trainer rank, and those of each engine."""
 
     group: PlacementGroup
     trainer: tuple[Bundle, ...]
-    rollout: tuple[Bundle, ...]
+    engines: tuple[tuple[Bundle, ...], ...]
 
     def options(self, bundle: Bundle, share: float) -> dict:
         """Ray options that put an actor on `bundle` and take `share` of its device."""
@@ -89,15 +100,39 @@ def create_placement_groups(config: RunConfig) -> Placement:
             f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; another job may hold the rest"
         )
     bundles = _sorted_bundles(group, needed, on_gpu=resource == "GPU")
-    offset = config.world_size if config.needs_trainer and not config.colocate else 0
-    rollout = config.rollout_num_gpus if config.needs_engines else 0
-    placement = Placement(
-        group,
-        trainer=bundles[: config.world_size if config.needs_trainer else 0],
-        rollout=bundles[offset : offset + rollout],
-    )
-    logger.info("trainer on %s; engines on %s", _places(placement.trainer), _places(placement.rollout))
-    return placement
+    trainer, engines = assign(config, bundles)
+    where = "; ".join(map(_places, engines)) or ("their own machines" if config.rollout_external else "nothing")
+    logger.info("trainer on %s; engines on %s", _places(trainer), where)
+    return Placement(group, trainer, engines)
+
+
+def assign(config: RunConfig, bundles: tuple[Bundle, ...]) -> tuple[tuple[Bundle, ...], tuple[tuple[Bundle, ...], ...]]:
+    """The bundles of the trainer's ranks and of each engine, from all `bundles` in order of node and GPU id.
+
+    Raises:
+        ValueError: an engine would span nodes.
+    """
+    size = config.rollout_num_gpus_per_engine
+    shared = config.num_colocated_engines
+    own = config.reserved_rollout_gpus // size - shared
+    by_node: dict[str, list[Bundle]] = {}
+    for bundle in bundles:
+        by_node.setdefault(bundle.node_ip, []).append(bundle)
+    # Colocated engines need a node's bundles in whole engines from its first on: the others take a node's last ones.
+    alone: list[tuple[Bundle, ...]] = []
+    for free in reversed(by_node.values()):
+        while len(alone) < own and len(free) >= size:
+            alone.insert(0, tuple(free[-size:]))
+            del free[-size:]
+    trainer = tuple(bundle for free in by_node.values() for bundle in free)
+    engines = [trainer[rank * size : (rank + 1) * size] for rank in range(shared)] + alone
+    if len(alone) < own or any(len({bundle.node_ip for bundle in engine}) > 1 for engine in engines):
+        counts = ", ".join(f"{sum(b.node_ip == ip for b in bundles)} on {ip}" for ip in by_node)
+        raise ValueError(
+            f"an engine would span nodes: each needs {size} GPUs of one node (--rollout-num-gpus-per-engine), and the "
+            f"reserved ones are {counts}; choose a size that fits"
+        )
+    return trainer, tuple(engines)
 
 
 def _places(bundles: tuple[Bundle, ...]) -> str:
@@ -109,8 +144,8 @@ def _explain(config: RunConfig) -> str:
     sides = []
     if config.needs_trainer:
         sides.append(f"trainer {config.actor_num_nodes} x {config.actor_num_gpus_per_node}")
-    if config.needs_engines:
-        sides.append(f"rollout {config.rollout_num_gpus}")
+    if config.reserved_rollout_gpus:
+        sides.append(f"rollout {config.reserved_rollout_gpus}")
     return (" shared with " if config.colocate else " + ").join(sides)
 
 
@@ -146,24 +181,48 @@ async def create_rollout_manager(config: RunConfig, placement: Placement) -> Act
 
     The data is read first, so that a bad row stops the run before a server starts.
     """
-    size = config.rollout_num_gpus_per_engine
-    engines = []
-    for rank in range(len(placement.rollout) // size):
-        bundles = placement.rollout[rank * size : (rank + 1) * size]
-        if len({bundle.node_ip for bundle in bundles}) > 1:
-            raise ValueError(f"engine {rank} would span nodes: {size} GPUs an engine must fit on one node")
-        gpu_ids = [bundle.gpu_id for bundle in bundles if bundle.gpu_id is not None]
-        engine = ray.remote(SGLangEngine).options(**placement.options(bundles[0], ENGINE_SHARE))
-        engines.append(engine.remote(config, rank, gpu_ids))
     manager = ActorClient(
         "miles.ray.rollout.rollout_manager.RolloutManager",
         config,
-        engines,
+        _engines(config, placement),
+        _router(config),
         options={"num_cpus": 0, "max_concurrency": 1000},
         concurrent=True,
     )
     await manager.start()
     return manager
+
+
+def _engines(config: RunConfig, placement: Placement) -> list[ActorHandle]:
+    """One actor an engine, which starts the engine when it is told to."""
+    if config.needs_engines and config.rollout_external:
+        actor = ray.remote(ExternalEngine).options(num_cpus=0)
+        return [actor.remote(config, address) for address in config.rollout_external_engine_addrs]
+    engines = []
+    slices = port_slices(len(placement.engines), PORTS_OF_AN_ENGINE)
+    for rank, (bundles, ports) in enumerate(zip(placement.engines, slices, strict=True)):
+        engine = ray.remote(SGLangEngine).options(**placement.options(bundles[0], ENGINE_SHARE))
+        gpu_ids = [bundle.gpu_id for bundle in bundles if bundle.gpu_id is not None]
+        engines.append(engine.remote(config, rank, gpu_ids, _address(config, bundles[0].node_ip), ports))
+    return engines
+
+
+def _router(config: RunConfig) -> ActorHandle | None:
+    """The actor of the router, if there is one."""
+    if config.needs_engines and config.sglang_router_ip is not None:
+        return ray.remote(ExternalRouter).options(num_cpus=0).remote(config)
+    if config.needs_engines and config.sglang_router_policy is not None:
+        # On the driver's node, whose address is known.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(SGLangRouter).options(num_cpus=0, scheduling_strategy=here)
+        return actor.remote(config, _address(config, ray.util.get_node_ip_address()))
+    return None
+
+
+def _address(config: RunConfig, node_ip: str) -> str:
+    """Where a server of that node listens: for the node alone, if nobody elsewhere talks to it."""
+    one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+    return HOST if one_node and config.sglang_router_ip in (None, HOST) else node_ip
 
 
 async def create_training_models(config: RunConfig, placement: Placement) -> TrainGroup:

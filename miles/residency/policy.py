@@ -11,7 +11,9 @@ _TARGETS = {"cpu": Place.HOST, "disk": Place.DISK}
 def policy_of(config: RunConfig | Values) -> Policy:
     """What moves, and where to. Says nothing about whether that is legal: see `Policy.problems`."""
     rematerialize = config.rematerialize_param_from_master_weight
-    splits_the_model = config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1
+    sizes = config.parallel_sizes
+    # Not yet derived, the expert-tensor-parallel size is 1 or the tensor-parallel one.
+    splits_the_model = sizes.tp > 1 or sizes.pp > 1 or sizes.ep > 1 or (sizes.etp or 1) > 1
     return Policy(
         offload_train=config.offload_train,
         offload_rollout=config.offload_rollout,
@@ -23,6 +25,6 @@ def policy_of(config: RunConfig | Values) -> Policy:
         lora=False,
         rematerialize=rematerialize,
         stream_optimizer=config.stream_optimizer_state_to_disk,
-        # Masters are split over the data-parallel ranks, and each rank needs all of its weights.
-        sync_gathers=splits_the_model or (rematerialize and config.data_parallel_size > 1),
+        # Masters are split over the data- and context-parallel ranks, and each rank needs all of its weights.
+        sync_gathers=splits_the_model or (rematerialize and sizes.dp * sizes.cp > 1),
     )

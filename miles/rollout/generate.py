@@ -88,11 +88,12 @@ class Sampling:
 
 
 class GroupGenerator:
-    """Samples groups on one or more engines: a request a group, at most `sglang_server_concurrency` samples an engine.
+    """Samples groups on one or more engines: a request a group, to the engine with the fewest samples in flight.
 
     Args:
         config: the run's configuration.
-        clients: one an engine.
+        clients: one an engine, or one of a router.
+        limit: samples in flight at most, of each client.
         tokenizer: for the text of a response.
         check_engines: raises, with the reason, if an engine has died; called while requests run.
     """
@@ -101,10 +102,11 @@ class GroupGenerator:
         self,
         config: RunConfig,
         clients: Sequence[SGLangClient],
+        limit: int,
         tokenizer: Any,
         check_engines: Callable[[], Awaitable[None]],
     ) -> None:
-        self._slots = _Slots(clients, config.sglang_server_concurrency)
+        self._slots = _Slots(clients, limit)
         self._tokenizer = tokenizer
         self._end_ids = end_token_ids(config.hf_checkpoint, tokenizer)
         self._check_engines = check_engines

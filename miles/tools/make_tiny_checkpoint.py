@@ -3,6 +3,7 @@
 Ids 0 to 255 are the bytes; then come the special tokens. A turn reads <|user|>question<|assistant|>answer<|end|>.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ def byte_tokenizer() -> Any:
 
 def make_tiny_checkpoint(
     output: Path,
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3",
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3",
     hidden_size: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
@@ -55,6 +56,7 @@ def make_tiny_checkpoint(
     max_position_embeddings: int = 2048,
     tie: bool = True,
     init_std: float = 0.02,
+    fields: str = "{}",
     dtype: Literal["float32", "bfloat16"] = "float32",
     seed: int = 0,
 ) -> None:
@@ -73,6 +75,7 @@ def make_tiny_checkpoint(
         max_position_embeddings: longest sequence in tokens.
         tie: share input and output embedding.
         init_std: standard deviation of the random weights.
+        fields: more of config.json as JSON, for example {"num_experts": 8} for qwen3_moe.
         dtype: type of the weights.
         seed: of the random weights.
 
@@ -86,6 +89,10 @@ def make_tiny_checkpoint(
         raise ValueError(
             f"--head-dim {head_dim}: qwen2 allows only hidden-size / num-heads, {hidden_size / num_heads:g}"
         )
+
+    more = json.loads(fields)
+    if not isinstance(more, dict):
+        raise ValueError(f"--fields {fields}: give a JSON object")
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -106,10 +113,14 @@ def make_tiny_checkpoint(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    if family != "qwen2":
+    if family not in ("qwen2", "deepseek_v3"):  # the latter has head sizes of its own, among its fields
         settings["head_dim"] = head_dim
+    config = AutoConfig.for_model(family, **settings)
+    if unknown := [name for name in more if not hasattr(config, name)]:
+        raise ValueError(f"--fields: {family} has no {', '.join(unknown)}")
+    config = AutoConfig.for_model(family, **settings | more)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )

@@ -40,6 +40,8 @@ METRICS = {
     "perf/update_weights_bytes": "bytes of weights sent to each engine in a sync",
     "perf/update_weights_tensors": "tensors sent to each engine in a sync",
     "perf/update_weights_gb_per_s": "gigabytes a second of a sync",
+    "perf/update_weights_session_time": "seconds of a sync to pause the engines, empty their caches, and continue them",
+    "perf/update_weights_wait_time": "seconds of a sync that the trainer waited for engines to take a bucket",
     "perf/sleep_time": "seconds until the trainer's memory left the GPU, of the slowest rank",
     "perf/sleep_bytes": "bytes copied out by the sleeping trainer, of all ranks; what is dropped does not count",
     "perf/sleep_gb_per_s": "gigabytes a second of a sleep, all ranks together",

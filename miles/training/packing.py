@@ -1,8 +1,10 @@
 """Samples laid end to end: what a packed forward pass reads and what a loss needs to find its tokens again.
 
-Shapes: T tokens of the micro-batch with padding, N its response tokens, S its samples.
+Shapes: T tokens of the micro-batch with padding, N its response tokens, S its samples; under context parallelism T and
+N are this rank's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,17 +18,20 @@ PAD_TOKEN_ID = 0
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch as tensors.
+    """One micro-batch as tensors, or a context-parallel rank's part of it: of each sequence its `zigzag_spans`.
+
+    A rank has those response tokens that its rows predict; each is one rank's.
 
     Args:
-        tokens_T: int64 token ids; the tail is padding.
+        tokens_T: int64 token ids; the tail is padding, and so is the end of a sequence under context parallelism.
         position_ids_T: int64, from 0 in each sequence.
-        cu_seqlens: int32, where each sequence starts, with T as the last entry. Padding, if any, is the last sequence.
+        cu_seqlens: int32 on the CPU, where each sequence of the whole micro-batch starts, with the number of all tokens
+            as the last entry. Padding behind the samples, if any, is the last sequence.
         max_seqlen: length of the longest sequence, padding included.
         logit_index_N: int64, the row of T whose logits predict each response token.
         target_N: int64 id of each response token.
         weight_N: float32 weight of each response token in the step's mean; 0 where masked. The sum over all
-            micro-batches and data-parallel ranks of a step is 1, or 0 if the whole step is masked.
+            micro-batches, data-parallel and context-parallel ranks of a step is 1, or 0 if the whole step is masked.
         mask_N: bool, True where the token is trained on.
         sample_N: int64, which of the S samples each response token belongs to.
         response_index_N: int64 on the CPU: the place of each response token in a flat per-response-token column of the
@@ -54,6 +59,8 @@ def pack(
     rows: Sequence[int],
     pad_multiple: int,
     device: torch.device | str,
+    cp_rank: int = 0,
+    cp_size: int = 1,
     **extra_response_columns: torch.Tensor,
 ) -> PackedBatch:
     """Packs `rows` of a rank's batch, which has the column `token_weights`, into one micro-batch.
@@ -63,27 +70,35 @@ def pack(
         rows: which of its rows, in which order.
         pad_multiple: T is padded to a multiple of this.
         device: where the tensors go.
+        cp_rank, cp_size: this rank's number among the context-parallel ranks, and how many they are.
         **extra_response_columns: flat tensors with one value for each response token of the whole batch
             (log-probabilities computed before, for example); what belongs to `rows` is picked from them.
     """
     rows = np.asarray(rows, dtype=np.int64)
     lengths, response_lengths = batch.total_lengths[rows], batch.response_lengths[rows]
-    num_tokens = int(lengths.sum())
-    padding = -num_tokens % pad_multiple
-    sequence_lengths = np.append(lengths, padding) if padding else lengths
+    # Context-parallel ranks cut every sequence into 2 * cp_size equal chunks.
+    piece = 1 if cp_size == 1 else 2 * cp_size
+    sequence_lengths = -(lengths // -piece) * piece
+    padding = -int(sequence_lengths.sum()) % math.lcm(piece, pad_multiple * cp_size)
+    if padding:
+        sequence_lengths = np.append(sequence_lengths, padding)
     sequence_offsets = offsets_of(sequence_lengths)
+    starts, num_tokens = sequence_offsets[: len(rows)], sequence_offsets[-1]
 
-    tokens_T = np.full(num_tokens + padding, PAD_TOKEN_ID, dtype=np.int64)
-    tokens_T[:num_tokens] = batch["tokens"][ragged_index(batch.token_offsets, rows)]
-    position_ids_T = np.arange(num_tokens + padding) - np.repeat(sequence_offsets[:-1], sequence_lengths)
+    tokens = np.full(num_tokens, PAD_TOKEN_ID, dtype=np.int64)
+    tokens[ranges(starts, lengths)] = batch["tokens"][ragged_index(batch.token_offsets, rows)]
+    position_ids = np.arange(num_tokens) - np.repeat(sequence_offsets[:-1], sequence_lengths)
+    held_T = _held_tokens(sequence_offsets, cp_rank, cp_size)
+    # A token's row in this rank's part, or -1.
+    row_of = np.full(num_tokens, -1)
+    row_of[held_T] = np.arange(len(held_T))
 
     # The response is the tail of its sequence: token j stands at end - response_length + j, its logits one row earlier.
-    response_offsets = offsets_of(response_lengths)
-    ends = sequence_offsets[1 : len(rows) + 1]
-    shifts = ends - response_lengths - response_offsets[:-1]
-    target_index_N = np.arange(response_offsets[-1]) + np.repeat(shifts, response_lengths)
+    target_index_N = ranges(starts + lengths - response_lengths, response_lengths)
     sample_N = np.repeat(np.arange(len(rows)), response_lengths)
     response_index_N = ragged_index(batch.response_offsets, rows)
+    here_N = row_of[target_index_N - 1] >= 0
+    target_index_N, sample_N, response_index_N = (x[here_N] for x in (target_index_N, sample_N, response_index_N))
     mask_N = batch["loss_masks"][response_index_N] > 0
     weight_N = np.where(mask_N, batch["token_weights"][rows][sample_N], np.float32(0))
 
@@ -97,12 +112,12 @@ def pack(
         assert values.shape == (batch.response_offsets[-1],), f"{name} has shape {tuple(values.shape)}"
         columns[name] = values[index_N.to(values.device)].to(device)
     return PackedBatch(
-        tokens_T=torch.from_numpy(tokens_T).to(device),
-        position_ids_T=torch.from_numpy(position_ids_T).to(device),
-        cu_seqlens=torch.from_numpy(sequence_offsets.astype(np.int32)).to(device),
+        tokens_T=torch.from_numpy(tokens[held_T]).to(device),
+        position_ids_T=torch.from_numpy(position_ids[held_T]).to(device),
+        cu_seqlens=torch.from_numpy(sequence_offsets.astype(np.int32)),
         max_seqlen=int(sequence_lengths.max()),
-        logit_index_N=torch.from_numpy(target_index_N - 1).to(device),
-        target_N=torch.from_numpy(tokens_T[target_index_N]).to(device),
+        logit_index_N=torch.from_numpy(row_of[target_index_N - 1]).to(device),
+        target_N=torch.from_numpy(tokens[target_index_N]).to(device),
         weight_N=torch.from_numpy(weight_N).to(device),
         mask_N=torch.from_numpy(mask_N).to(device),
         sample_N=torch.from_numpy(sample_N).to(device),
@@ -114,3 +129,28 @@ def pack(
             if COLUMNS[name].per == "sample"
         },
     )
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ..., start + length - 1 of every range, laid end to end."""
+    return np.arange(lengths.sum()) + np.repeat(starts - offsets_of(lengths)[:-1], lengths)
+
+
+def zigzag_spans(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """The parts (start, end) of a sequence that a context-parallel rank holds, in order.
+
+    Of 2 * size chunks they are chunk `rank` and the one as far from the end: under causal attention every rank then
+    has as much to do. One rank holds the sequence as it is. `length` is a multiple of 2 * size, else of nothing.
+    """
+    if size == 1:
+        return [(0, length)]
+    assert length % (2 * size) == 0, f"a sequence of {length} tokens is not padded for {size} context-parallel ranks"
+    chunk, mirror = length // (2 * size), 2 * size - 1 - rank
+    return [(rank * chunk, (rank + 1) * chunk), (mirror * chunk, (mirror + 1) * chunk)]
+
+
+def _held_tokens(sequence_offsets: np.ndarray, cp_rank: int, cp_size: int) -> np.ndarray:
+    """The places in the whole micro-batch of a rank's tokens, in their order."""
+    lengths = np.diff(sequence_offsets)
+    spans = np.array([zigzag_spans(length, cp_rank, cp_size) for length in lengths.tolist()])
+    return ranges((sequence_offsets[:-1, None] + spans[..., 0]).flatten(), (spans[..., 1] - spans[..., 0]).flatten())

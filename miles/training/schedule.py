@@ -47,13 +47,14 @@ def plan_rollout(
     micro_batch_size: int,
     max_tokens: int | None,
     per_token_loss: bool,
+    least_micro_batches: int = 1,
 ) -> list[StepPlan]:
     """Cuts a rollout into optimizer steps of `global_batch_size` rows in order, and each step into micro-batches.
 
     Every data-parallel rank gets the same number of rows of a step. Without `max_tokens` they are dealt in turn and cut
     into micro-batches of `micro_batch_size` (the last may be smaller). With it they are dealt longest first to the rank
     with the fewest tokens and packed first-fit-decreasing into micro-batches of at most `max_tokens` tokens; the
-    fullest are then split until all ranks have equally many.
+    fullest are then split until all ranks have equally many, and no fewer than `least_micro_batches`.
 
     Args:
         batch: the whole rollout.
@@ -62,6 +63,7 @@ def plan_rollout(
         micro_batch_size: rows a micro-batch; unused with `max_tokens`.
         max_tokens: tokens a micro-batch, before padding; None for a fixed number of rows.
         per_token_loss: a step's mean is over its unmasked tokens; otherwise over its samples, each the mean of its own.
+        least_micro_batches: of a step on each rank.
 
     Raises:
         ValueError: the sizes don't divide, or a sample is longer than `max_tokens`.
@@ -76,6 +78,11 @@ def plan_rollout(
             f"a step of {global_batch_size} samples (--global-batch-size) can't be dealt equally to {dp_size} "
             f"data-parallel ranks; choose a multiple of {dp_size}"
         )
+    if global_batch_size // dp_size < least_micro_batches:
+        raise ValueError(
+            f"a step of {global_batch_size} samples (--global-batch-size) on {dp_size} data-parallel ranks can't be "
+            f"cut into {least_micro_batches} micro-batches a rank; choose at least {dp_size * least_micro_batches}"
+        )
     lengths = batch.total_lengths
     if max_tokens is not None and lengths.max() > max_tokens:
         raise ValueError(
@@ -87,9 +94,10 @@ def plan_rollout(
     for start in range(0, len(batch), global_batch_size):
         rows = slice(start, start + global_batch_size)
         if max_tokens is None:
-            micro_batches = _fixed_micro_batches(global_batch_size, dp_size, micro_batch_size)
+            most = global_batch_size // dp_size // least_micro_batches
+            micro_batches = _fixed_micro_batches(global_batch_size, dp_size, min(micro_batch_size, most))
         else:
-            micro_batches = _token_micro_batches(lengths[rows].tolist(), dp_size, max_tokens)
+            micro_batches = _token_micro_batches(lengths[rows].tolist(), dp_size, max_tokens, least_micro_batches)
         micro_batches = [[[start + row for row in rows_] for rows_ in rank] for rank in micro_batches]
         plans.append(StepPlan(start, micro_batches, _token_weights(mask_sums[rows], per_token_loss)))
     _check(plans, len(batch))
@@ -124,12 +132,12 @@ def _fixed_micro_batches(num_rows: int, dp_size: int, micro_batch_size: int) -> 
     return [[rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)] for rows in ranks]
 
 
-def _token_micro_batches(lengths: list[int], dp_size: int, max_tokens: int) -> list[list[list[int]]]:
+def _token_micro_batches(lengths: list[int], dp_size: int, max_tokens: int, least: int) -> list[list[list[int]]]:
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     ranks = _deal(longest_first, lengths, dp_size)
     bins = [_first_fit(rows, lengths, max_tokens) for rows in ranks]
     # A rank holds as many rows as any other, so the largest count is within reach of all.
-    count = max(len(rank) for rank in bins)
+    count = max(least, *(len(rank) for rank in bins))
     return [[sorted(rows) for rows in _split(rank, lengths, count)] for rank in bins]
 
 

@@ -4,6 +4,7 @@ import errno
 import ipaddress
 import random
 import socket
+from collections.abc import Sequence
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 on): a port found free now is not
 # taken by the next connection that some process opens.
@@ -15,20 +16,47 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
     Raises RuntimeError where there are fewer.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
             return found
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-        found.append(port)
+        if _is_free(host, port):
+            found.append(port)
     raise RuntimeError(f"{host} has {len(found)} free ports from {PORTS.start} to {PORTS.stop - 1}, {count} are needed")
+
+
+def free_port_block(count: int, ports: Sequence[int] = PORTS, host: str = "127.0.0.1") -> int:
+    """The first of `count` consecutive TCP ports among `ports` that are free on `host` now; not reserved afterwards.
+
+    The place is drawn at random. Raises RuntimeError where there is none.
+    """
+    starts = ports[: len(ports) - count + 1]
+    for start in random.SystemRandom().sample(starts, len(starts)):
+        if all(_is_free(host, port) for port in range(start, start + count)):
+            return start
+    raise RuntimeError(f"{host} has no {count} consecutive free ports from {ports[0]} to {ports[-1]}")
+
+
+def port_slices(count: int, size: int) -> list[Sequence[int]]:
+    """`count` runs of `size` consecutive ports of `PORTS`, from a random place on; none overlap while there are enough.
+
+    For servers that look for free ports at the same time and open them later.
+    """
+    slices = [PORTS[start : start + size] for start in range(0, len(PORTS) - size + 1, size)]
+    first = random.SystemRandom().randrange(len(slices))
+    return [slices[(first + number) % len(slices)] for number in range(count)]
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:

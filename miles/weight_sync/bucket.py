@@ -1,71 +1,64 @@
-"""Grouping tensors into buckets, and handing a bucket to processes on the same machine through shared memory."""
+"""The memory of a bucket, and handing it to other processes on the same machine without a copy."""
 
 import shutil
-from collections.abc import Iterable, Iterator
 
 import torch
 import torch.multiprocessing
 
-from miles.weight_sync.gather import NamedTensor
+from miles.weight_sync.plan import Bucket
 
 SHARED_MEMORY = "/dev/shm"
 
 
-def buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Cut a stream of tensors into lists of contiguous tensors of one dtype, of at most `max_bytes` together.
+def empty_bucket(nbytes: int, device: torch.device, shared: bool) -> torch.Tensor:
+    """uint8 [nbytes] on `device`, uninitialised.
 
-    A tensor larger than `max_bytes` is a bucket of its own. The order is kept; nothing gives no bucket.
+    shared: other processes will open it (`handle`). On a CPU that takes shared memory; on a GPU any memory will do.
+    Raises ValueError where the machine's shared memory is too small for it.
     """
-    bucket: list[NamedTensor] = []
-    filled = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and (filled + size > max_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, tensor.contiguous()))
-        filled += size
-    if bucket:
-        yield bucket
+    if not shared or device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if nbytes > free:
+        raise ValueError(
+            f"a bucket of {nbytes:,} bytes does not fit into {SHARED_MEMORY}, which has {free:,} left: lower "
+            "--update-weight-buffer-size or give the container more shared memory (docker run --shm-size)"
+        )
+    # An ordinary tensor would be copied into shared memory by its first handle.
+    storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
+    return torch.tensor([], dtype=torch.uint8).set_(storage)[:nbytes]
 
 
-class SharedBucket:
-    """A bucket as one flat tensor that another process on this machine can open: shared memory, or CUDA IPC on a GPU.
+def handle(bucket: Bucket, flat: torch.Tensor) -> str:
+    """The text with which one process opens the bucket in `flat` once, for SGLang's `load_format="flattened_bucket"`.
 
-    `handle()` gives the text for SGLang's `load_format="flattened_bucket"`, to be opened once: ask for one a receiver.
-    Keep the object until all receivers have answered; its memory is freed with it.
-    Raises ValueError where the machine's shared memory is too small for the bucket.
+    Keep `flat` until the process has answered: its memory is freed with it.
     """
+    # sglang takes seconds to import, and only ranks that serve an engine need it.
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    def __init__(self, bucket: list[NamedTensor]):
-        # sglang takes seconds to import, and only ranks that serve an engine need it.
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        self._flat = FlattenedTensorBucket(named_tensors=bucket)
-        tensor = self._flat.get_flattened_tensor()
-        if tensor.is_cuda:
-            # Without it CUDA IPC names a device by its number, which differs between processes that see different GPUs.
-            monkey_patch_torch_reductions()
-            return
-        size, free = tensor.numel(), shutil.disk_usage(SHARED_MEMORY).free
-        if size > free:
-            raise ValueError(
-                f"a bucket of {size:,} bytes does not fit into {SHARED_MEMORY}, which has {free:,} left: lower "
-                "--update-weight-buffer-size or give the container more shared memory (docker run --shm-size)"
-            )
-
-    def handle(self) -> str:
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        payload = {
-            "flattened_tensor": self._flat.get_flattened_tensor(),
-            "metadata": self._flat.get_metadata(),
-        }
-        # The other strategy passes file descriptors, which only a child of this process can receive.
-        previous = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        try:
-            return MultiprocessingSerializer.serialize(payload, output_str=True)
-        finally:
-            torch.multiprocessing.set_sharing_strategy(previous)
+    metadata = [
+        FlattenedTensorMetadata(
+            name=slot.name,
+            shape=torch.Size(slot.shape),
+            dtype=slot.dtype,
+            start_idx=slot.start,
+            end_idx=slot.start + slot.nbytes,
+            numel=slot.nbytes,
+        )
+        for slot in bucket.slots.values()
+    ]
+    payload = {"flattened_tensor": flat, "metadata": metadata}
+    if flat.is_cuda:
+        # Without it CUDA IPC names a device by its number, which differs between processes that see different GPUs.
+        monkey_patch_torch_reductions()
+        return MultiprocessingSerializer.serialize(payload, output_str=True)
+    # The other strategy passes file descriptors, which only a child of this process can receive.
+    previous = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        return MultiprocessingSerializer.serialize(payload, output_str=True)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(previous)

@@ -7,13 +7,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import Family
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter
-from miles.weight_sync.gather import ParallelInfo, hf_tensors, live
+from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter, untrained_names
+from miles.weight_sync.gather import hf_tensors, live
+from miles.weight_sync.parallel import ParallelInfo
 
 
 def save_hf(
     folder: str | Path,
-    model: torch.nn.Module,
+    chunks: list[torch.nn.Module],
     family: Family,
     hf_config: PreTrainedConfig,
     parallel: ParallelInfo,
@@ -22,13 +23,19 @@ def save_hf(
 ) -> None:
     """Write the model to `folder` as a checkpoint that transformers loads, in the parameters' dtype.
 
-    The parameters must be in memory. All ranks of one model copy call it together; exactly one passes is_writer=True
-    and writes. source: the checkpoint that training started from; names are checked against it, configuration and
-    tokenizer files are copied from it.
+    What the source has beyond the model (layers for further tokens) is copied.
+
+    The parameters must be in memory. All ranks of one model copy (with expert parallelism: all ranks) call it together;
+    exactly one passes is_writer=True and writes. chunks: this stage's GPTModels, unwrapped. source: the checkpoint that
+    training started from; names are checked against it, configuration and tokenizer files are copied from it.
     Raises ValueError where names or shapes differ, FileExistsError where `folder` holds something else.
     """
-    tensors = hf_tensors(model, family, hf_config, parallel, CheckpointIndex(source), live)
+    index = CheckpointIndex(source)
+    tensors = hf_tensors(chunks, family, hf_config, parallel, index, live)
     with HFWriter(folder, source) if is_writer else contextlib.nullcontext() as writer:
         for name, tensor in tensors:
             if is_writer:
                 writer.write(name, tensor)
+        if is_writer:
+            for name in untrained_names(index, family, hf_config):
+                writer.write(name, index.read(name))

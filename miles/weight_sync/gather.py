@@ -1,24 +1,33 @@
-"""Full Hugging Face tensors from a model that is cut over tensor-parallel ranks and pipeline stages."""
+"""Full Hugging Face tensors from a model that is cut over tensor-, expert- and pipeline-parallel ranks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import EMBEDDING, HEAD, Entry, Family
+from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD, Entry, Family
 from miles.backends.megatron_utils.hf.checkpoint_io import (
     CheckpointIndex,
-    check_names_and_shapes,
     check_parameters,
+    chunk_entries,
+    held_entries,
     model_tensors,
 )
+from miles.weight_sync.parallel import Group, ParallelInfo
+from miles.weight_sync.plan import Bucket, PlannedEntry, batch_limit, make_plan, plan_buckets, tensor_bytes
 
 NamedTensor = tuple[str, torch.Tensor]
 # From a parameter of this rank to a tensor of its shape and dtype with its current values, on its device: a fresh one,
 # or the parameter's own memory. It is not written to.
 Read = Callable[[torch.Tensor], torch.Tensor]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Tensors of one gather call start at multiples of this many bytes, so that each can be viewed as its dtype.
+ALIGNMENT = 16
+EXPORT_BUCKET_BYTES = 256 * 2**20
 
 
 def live(parameter: torch.Tensor) -> torch.Tensor:
@@ -26,66 +35,166 @@ def live(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach()
 
 
-@dataclass(frozen=True)
-class ParallelInfo:
-    """A rank's place in the grid of one model copy.
+class Gatherer:
+    """Fills buckets with the full tensors of a model, in lockstep on all ranks of its grid.
 
-    tp_group and pp_group: give the process groups whose rank order is that of tp_rank and pp_rank. They are asked at
-    each use (never where the size is 1): a trainer destroys its groups to sleep and has new ones afterwards.
-    stage_layers: the global layer numbers of every pipeline stage, in stage order.
+    chunks: this stage's GPTModels, unwrapped; only names, shapes, dtypes and devices of their parameters are used, the
+    values come from a `Read`. index: the checkpoint that the model came from. limit: bytes of a bucket (see
+    `plan_buckets`). copies: the `Read` may give copies; False promises that it gives the parameters' own memory.
+    Raises ValueError where the model, its family and the checkpoint differ.
     """
 
-    tp_rank: int
-    tp_size: int
-    tp_group: Callable[[], dist.ProcessGroup]
-    pp_rank: int
-    pp_size: int
-    pp_group: Callable[[], dist.ProcessGroup]
-    stage_layers: list[range]
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        family: Family,
+        hf_config: PreTrainedConfig,
+        parallel: ParallelInfo,
+        index: CheckpointIndex,
+        limit: int,
+        copies: bool,
+    ):
+        self.parallel, self.limit, self.copies = parallel, limit, copies
+        self.plan = make_plan(family, hf_config, parallel, index)
+        # Of every entry that this rank has something of: one parameter, or one of each of its experts.
+        self.own: dict[PlannedEntry, list[torch.Tensor]] = {}
+        for number, chunk in enumerate(chunks):
+            parameters = model_tensors(chunk)
+            held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
+            check_parameters(
+                parameters, [replace(entry, megatron_name=name) for entry, names in held for name in names]
+            )
+            for entry, names in held:
+                self.own[PlannedEntry(parallel.pp_rank, number, entry)] = [parameters[name] for name in names]
+        self.device = next(iter(self.own.values()))[0].device
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of a sync. The first use is a collective call: only an owner knows the dtype of an entry."""
+        codes = torch.zeros(len(self.plan.entries), dtype=torch.int32)
+        for number, planned in enumerate(self.plan.entries):
+            for parameter in self.own.get(planned, ()):
+                codes[number] = 1 + DTYPES.index(parameter.dtype)
+        codes = codes.to(self.device)
+        for size, group in ((self.parallel.ep_size, self.parallel.ep_group), self._pipeline()):
+            if size > 1:
+                dist.all_reduce(codes, dist.ReduceOp.MAX, group=group())
+        assert codes.min() > 0, "no rank holds an entry"
+        dtypes = [DTYPES[code - 1] for code in codes.tolist()]
+        return plan_buckets(self.plan, dtypes, self.limit, self.parallel.tp_size, self.parallel.etp_size, self.copies)
+
+    def _pipeline(self) -> tuple[int, Group]:
+        return self.parallel.pp_size, self.parallel.pp_group
+
+    def fill(self, bucket: Bucket, flat: torch.Tensor, read: Read, everywhere: bool) -> None:
+        """Write the bucket's tensors into `flat`, uint8 [bucket.nbytes]; see `views`.
+
+        With `everywhere` all ranks call it and have the bytes afterwards, else those of the bucket's pipeline stage.
+        The collective calls are made to their end even where this rank can't read a parameter, which is raised then:
+        RuntimeError with its name.
+        """
+        failures: list[Exception] = []
+        if bucket.stage == self.parallel.pp_rank:
+            Filling(self, bucket, views(bucket, flat), read, failures).run()
+            for owner, start, end in _owned_runs(bucket):
+                if self.parallel.ep_size > 1:
+                    dist.broadcast(flat[start:end], group=self.parallel.ep_group(), group_src=owner)
+        size, group = self._pipeline()
+        if everywhere and size > 1:
+            dist.broadcast(flat, group=group(), group_src=bucket.stage)
+        if failures:
+            raise failures[0]
 
 
-@dataclass(frozen=True)
-class GatherPlan:
-    """What will be gathered, the same on every rank.
+class Filling:
+    """One bucket in the making, on a rank of its pipeline stage.
 
-    entries: (pipeline stage, entry), in the order of gathering. shapes: {Hugging Face name: full shape}, in that order.
-    tied_head_listed: the checkpoint lists the head of a tied model, so the embedding is given under that name too.
+    tensors: views of the bucket, by name. failures: what could not be read is added here.
     """
 
-    entries: list[tuple[int, Entry]]
-    shapes: dict[str, tuple[int, ...]]
-    tied_head_listed: bool
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        bucket: Bucket,
+        tensors: dict[str, torch.Tensor],
+        read: Read,
+        failures: list[Exception],
+    ):
+        self.gatherer, self.parallel, self.bucket = gatherer, gatherer.parallel, bucket
+        self.tensors, self.read, self.failures = tensors, read, failures
 
+    def run(self) -> None:
+        """Write all entries that this rank's tensor-parallel groups hold."""
+        parallel = self.parallel
+        dense, experts = [], []
+        for planned in self.bucket.entries:
+            entry = planned.entry
+            if entry.stacked:
+                self._stacked(planned)
+                continue
+            own = self.gatherer.own.get(planned)
+            if own is None:
+                continue  # another expert-parallel rank's
+            size = parallel.etp_size if entry.is_expert else parallel.tp_size
+            if size == 1 or not entry.kind.sharded:
+                self._put(entry, [self._value(entry, own[0])])
+            else:
+                (experts if entry.is_expert else dense).append((entry, own[0]))
+        self._gather(dense, parallel.tp_size, parallel.tp_group)
+        self._gather(experts, parallel.etp_size, parallel.etp_group)
 
-def make_plan(
-    family: Family, hf_config: PreTrainedConfig, stage_layers: list[range], index: CheckpointIndex
-) -> GatherPlan:
-    """The plan for a model, compared with the checkpoint that it came from.
+    def _value(self, entry: Entry, parameter: torch.Tensor) -> torch.Tensor:
+        try:
+            own = self.read(parameter)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.failures.append(RuntimeError(f"{entry.megatron_name} could not be read: {error}"))
+            return torch.empty_like(parameter, device=self.gatherer.device)
+        assert (own.shape, own.dtype, own.device) == (parameter.shape, parameter.dtype, parameter.device), (
+            f"{entry.megatron_name}: {tuple(own.shape)} {own.dtype} {own.device} was read"
+        )
+        return own
 
-    Raises ValueError where their names or shapes differ: an engine accepts an unknown name without a word and dies of a
-    wrong shape.
-    """
-    last = len(stage_layers) - 1
-    entries = [
-        (stage, entry)
-        for stage, layers in enumerate(stage_layers)
-        for entry in family.entries(hf_config, layers, stage == 0, stage == last)
-        if not entry.load_only
-    ]
-    check_names_and_shapes(index, [entry for _, entry in entries], family, hf_config.tie_word_embeddings)
-    tied_head_listed = hf_config.tie_word_embeddings and HEAD in index
-    shapes = {}
-    for _, entry in entries:
-        for name, shape in zip(entry.hf_names, entry.shapes, strict=True):
-            assert name not in shapes, f"two entries give {name}"
-            shapes[name] = tuple(shape)
-            if name == EMBEDDING and tied_head_listed:
-                shapes[HEAD] = tuple(shape)
-    return GatherPlan(entries, shapes, tied_head_listed)
+    def _put(self, entry: Entry, shards: list[torch.Tensor]) -> None:
+        for name, tensor in zip(entry.hf_names, entry.kind.merge(shards), strict=True):
+            assert tensor.shape == self.tensors[name].shape, f"{name}: {tuple(tensor.shape)} was gathered"
+            self.tensors[name].copy_(tensor)
+            if name.endswith(EMBEDDING_END) and self.gatherer.plan.tied_head_listed:
+                self.tensors[HEAD].copy_(tensor)
+
+    def _gather(self, entries: list[tuple[Entry, torch.Tensor]], size: int, group: Group) -> None:
+        """Write entries that are cut over a group, as many in a call as its limit allows."""
+        for batch in _batches(entries, batch_limit(self.gatherer.limit) // size):
+            starts, end = [], 0
+            for _, parameter in batch:
+                starts.append(end)
+                end += _aligned(parameter)
+            shards = self._all_shards(batch, starts, end, size, group)
+            for (entry, parameter), start in zip(batch, starts, strict=True):
+                self._put(entry, [_piece(shard, start, parameter) for shard in shards])
+            del shards
+
+    def _all_shards(
+        self, batch: list[tuple[Entry, torch.Tensor]], starts: list[int], end: int, size: int, group: Group
+    ) -> torch.Tensor:
+        """uint8 [size, end]: the batch's parameters of every rank of a group, each from its start on."""
+        own = torch.empty(end, dtype=torch.uint8, device=self.gatherer.device)
+        for (entry, parameter), start in zip(batch, starts, strict=True):
+            _piece(own, start, parameter).copy_(self._value(entry, parameter))
+        return _gathered(own, size, group)
+
+    def _stacked(self, planned: PlannedEntry) -> None:
+        """Write an entry whose tensors hold all experts: those of this rank, of all ranks, then of all their shards."""
+        entry, parallel = planned.entry, self.parallel
+        value = torch.stack([self._value(entry, parameter) for parameter in self.gatherer.own[planned]])
+        value = _gathered(value, parallel.ep_size, parallel.ep_group).flatten(0, 1)
+        if entry.kind.sharded:
+            self._put(entry, list(_gathered(value, parallel.etp_size, parallel.etp_group)))
+        else:
+            self._put(entry, [value])
 
 
 def hf_tensors(
-    model: torch.nn.Module,
+    chunks: list[torch.nn.Module],
     family: Family,
     hf_config: PreTrainedConfig,
     parallel: ParallelInfo,
@@ -95,61 +204,69 @@ def hf_tensors(
     """Check everything, then return an iterator over every (name, full tensor) of the model.
 
     All ranks of the grid iterate in lockstep and each gets every tensor, on the model's device and in its parameters'
-    dtype. A tensor may be a view of a parameter: do not write to it. A tied head is not given, unless the checkpoint
-    lists it. model: the stage's GPTModel, unwrapped. read: gives the values of one of its parameters (`live`, or, while
-    the memory behind them is away, a copy); of a parameter itself only name, shape, dtype and device are used. What it
-    gave is dropped once the next tensor is asked for.
-    Raises ValueError before anything is sent where the model, its family and the checkpoint differ.
+    dtype. A tied head is not given, unless the checkpoint lists it. A tensor is part of a bucket of 256 MiB and is gone
+    once the next bucket is made. The arguments and errors are those of `Gatherer`.
     """
-    plan = make_plan(family, hf_config, parallel.stage_layers, index)
-    stage, layers = parallel.pp_rank, parallel.stage_layers[parallel.pp_rank]
-    own = family.entries(hf_config, layers, stage == 0, stage == parallel.pp_size - 1)
-    parameters = model_tensors(model)
-    check_parameters(parameters, own)
-    return _gather(parameters, plan, parallel, read)
+    return _tensors(Gatherer(chunks, family, hf_config, parallel, index, EXPORT_BUCKET_BYTES, copies=True), read)
 
 
-def _gather(
-    parameters: dict[str, torch.Tensor], plan: GatherPlan, parallel: ParallelInfo, read: Read
-) -> Iterator[NamedTensor]:
-    for stage, entry in plan.entries:
-        tensors = _full_tensors(parameters, stage, entry, parallel, read)
-        # Taken out one by one: a tensor that has been sent must not live on until the next is there.
-        for name in entry.hf_names:
-            tensor = tensors.pop(0)
-            assert tensor.shape == plan.shapes[name], f"{name}: {tuple(tensor.shape)}, planned {plan.shapes[name]}"
-            yield name, tensor
-            if name == EMBEDDING and plan.tied_head_listed:
-                yield HEAD, tensor
-            del tensor
+def _tensors(gatherer: Gatherer, read: Read) -> Iterator[NamedTensor]:
+    for bucket in gatherer.buckets:
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
+        gatherer.fill(bucket, flat, read, everywhere=True)
+        yield from views(bucket, flat).items()
+        del flat
 
 
-def _full_tensors(
-    parameters: dict[str, torch.Tensor], stage: int, entry: Entry, parallel: ParallelInfo, read: Read
-) -> list[torch.Tensor]:
-    """The full tensors of an entry of pipeline stage `stage`, on every rank."""
-    example = next(iter(parameters.values()))
-    if stage == parallel.pp_rank:
-        parameter = parameters[entry.megatron_name]
-        assert parameter.dtype == example.dtype, f"{entry.megatron_name} is {parameter.dtype}"
-        full = entry.kind.merge(_shards(parameter, entry, parallel, read))
-    else:
-        full = [torch.empty(shape, dtype=example.dtype, device=example.device) for shape in entry.shapes]
-    if parallel.pp_size > 1:
-        full = [tensor.contiguous() for tensor in full]
-        for tensor in full:
-            dist.broadcast(tensor, group=parallel.pp_group(), group_src=stage)
-    return full
+def views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, by name, in `flat`, uint8 [bucket.nbytes]."""
+    return {
+        name: flat[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
+        for name, slot in bucket.slots.items()
+    }
 
 
-def _shards(parameter: torch.Tensor, entry: Entry, parallel: ParallelInfo, read: Read) -> list[torch.Tensor]:
-    own = read(parameter)
-    assert (own.shape, own.dtype, own.device) == (parameter.shape, parameter.dtype, parameter.device), (
-        f"{entry.megatron_name}: {tuple(own.shape)} {own.dtype} {own.device} was read"
-    )
-    if parallel.tp_size == 1 or not entry.kind.sharded:
-        return [own]
-    own = own.contiguous()
-    shards = [torch.empty_like(own) for _ in range(parallel.tp_size)]
-    dist.all_gather(shards, own, group=parallel.tp_group())
-    return shards
+def _owned_runs(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """(expert-parallel rank, start, end) of every piece of the bucket's memory that one rank alone has written."""
+    owner, start, end = None, 0, 0
+    for slot in bucket.slots.values():
+        if slot.owner != owner:
+            if owner is not None and end > start:
+                yield owner, start, end
+            owner, start = slot.owner, slot.start
+        end = slot.start + slot.nbytes
+    if owner is not None and end > start:
+        yield owner, start, end
+
+
+def _batches(entries: list[tuple[Entry, torch.Tensor]], limit: int) -> Iterator[list[tuple[Entry, torch.Tensor]]]:
+    """Runs of entries of at most `limit` bytes of own shards together, or a single larger one."""
+    batch, filled = [], 0
+    for entry, parameter in entries:
+        if batch and filled + _aligned(parameter) > limit:
+            yield batch
+            batch, filled = [], 0
+        batch.append((entry, parameter))
+        filled += _aligned(parameter)
+    if batch:
+        yield batch
+
+
+def _aligned(parameter: torch.Tensor) -> int:
+    return -(-tensor_bytes(parameter.shape, parameter.dtype) // ALIGNMENT) * ALIGNMENT
+
+
+def _piece(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """The bytes from `start` as a tensor of the shape and dtype of `like`."""
+    return flat[start : start + tensor_bytes(like.shape, like.dtype)].view(like.dtype).view(like.shape)
+
+
+def _gathered(value: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """[size, *value.shape]: the value of every rank of a group."""
+    if size == 1:
+        return value[None]
+    value = value.contiguous()
+    result = value.new_empty(size, *value.shape)
+    # As bytes: gloo does not gather every dtype.
+    dist.all_gather_into_tensor(result.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8), group=group())
+    return result

@@ -8,40 +8,62 @@ from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 logger = logging.getLogger(__name__)
 
 
-class UpdateSession:
-    """Updates the weights of one engine: `open()`, `send()` for each bucket, `finish()`; `release()` in every case.
+async def delivery(url: str, names: list[str], sending: Awaitable[None]) -> None:
+    """Await `sending` of the tensors `names` to the engine at `url`.
 
-    Requests still running are aborted by the pause: none should be. The cache is flushed once they are gone, so nothing
-    computed with the old weights is left, and none start until the session ends. After a failure the engine holds
-    weights of two versions: its version stays the old one, and the error must end the run or start the update anew.
+    Raises RuntimeError with engine and names where it fails.
+    """
+    try:
+        await sending
+    except SGLangError as error:
+        raise RuntimeError(
+            f"{url} did not take a bucket of {len(names)} tensors, {names[0]} to {names[-1]}: {error}"
+        ) from error
+
+
+class UpdateSession:
+    """Updates the weights of one engine: `open()`, `sent()` for each bucket, `finish()`; `release()` in every case.
+
+    No request starts from `open()` to the end. After a failure the engine holds weights of two versions: its version
+    stays the old one, and the error must end the run or start the update anew.
 
     names: every tensor that must be sent. version: what the engine reports once they were. flush_cache: empty the
-    engine's cache; False where its memory is away, in which case it was emptied before that.
+    engine's cache; False where its memory is away, in which case it was emptied before that. pause_mode: what becomes
+    of running requests (--pause-generation-mode). Only `abort` ends them, after which the cache can always be emptied;
+    with the others it is emptied where none was running.
     """
 
-    def __init__(self, client: SGLangClient, names: Iterable[str], version: int, flush_cache: bool):
+    def __init__(self, client: SGLangClient, names: Iterable[str], version: int, flush_cache: bool, pause_mode: str):
         self.client = client
         self.version = version
         self.flush_cache = flush_cache
+        self.pause_mode = pause_mode
         self._missing = dict.fromkeys(names)
         self._paused = False
 
     async def open(self) -> None:
-        """Pause the engine and, with flush_cache, empty its cache."""
+        """Empty the engine's cache, with flush_cache, and pause it."""
+        if self.flush_cache and self.pause_mode != "abort":
+            # Before the pause, after which a batch that has ended still counts as running.
+            if running := await self.client.running_requests():
+                # SGLang refuses to flush now, and dies where an update is told to.
+                logger.warning(
+                    "%s goes on with %d requests after the update (--pause-generation-mode %s): cached prefixes that "
+                    "they share were computed with the old weights",
+                    self.client.url,
+                    running,
+                    self.pause_mode,
+                )
+            else:
+                await self.client.flush_cache()
         # Set first: a pause that failed midway may have happened.
         self._paused = True
-        await self.client.pause("abort")
-        if self.flush_cache:
+        await self.client.pause(self.pause_mode)
+        if self.flush_cache and self.pause_mode == "abort":
             await self.client.flush_cache()
 
-    async def send(self, names: list[str], delivery: Awaitable[None]) -> None:
-        """Await a transport's `delivery` of the tensors `names`. Raises RuntimeError with the bucket where it fails."""
-        try:
-            await delivery
-        except SGLangError as error:
-            raise RuntimeError(
-                f"{self.client.url} did not take a bucket of {len(names)} tensors, {names[0]} to {names[-1]}: {error}"
-            ) from error
+    def sent(self, names: Iterable[str]) -> None:
+        """Note that the engine has taken these tensors. Raises RuntimeError where one was not to be sent."""
         for name in names:
             if name not in self._missing:
                 raise RuntimeError(f"{name} was sent to {self.client.url} twice or is not of this model")

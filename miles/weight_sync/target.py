@@ -7,14 +7,20 @@ from dataclasses import dataclass
 class EngineTarget:
     """An engine and who serves it.
 
-    source_ranks: for each tensor-parallel rank of the engine, the trainer rank on the same machine (with GPUs: on the
-    same GPU) whose memory it reads. The first of them talks to the engine.
+    tp_size: its ranks. source_ranks: for each of them the trainer rank on the same machine (with GPUs: on the same GPU)
+    whose memory it reads; the first one talks to the engine. None for a remote engine, which shares no memory with the
+    trainer: rank 0 talks to it.
     """
 
     url: str
     tp_size: int
-    source_ranks: list[int]
+    source_ranks: list[int] | None
 
     def __post_init__(self) -> None:
-        if len(self.source_ranks) != self.tp_size:
+        if self.source_ranks is not None and len(self.source_ranks) != self.tp_size:
             raise ValueError(f"{self.url} has {self.tp_size} ranks, but source_ranks={self.source_ranks}")
+
+    @property
+    def lead(self) -> int:
+        """The trainer rank that talks to the engine."""
+        return 0 if self.source_ranks is None else self.source_ranks[0]

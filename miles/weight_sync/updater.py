@@ -1,8 +1,9 @@
 """Brings the trainer's weights into the engines, in lockstep on all trainer ranks."""
 
-import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +14,21 @@ from transformers import PreTrainedConfig
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
 from miles.backends.sglang_utils.client import SGLangClient
-from miles.weight_sync.bucket import SharedBucket, buckets
-from miles.weight_sync.gather import NamedTensor, ParallelInfo, Read, hf_tensors, make_plan
+from miles.weight_sync.background import BackgroundLoop
+from miles.weight_sync.broadcast import BroadcastTransport
+from miles.weight_sync.bucket import empty_bucket
+from miles.weight_sync.check import SentHashes, compare
+from miles.weight_sync.disk import DiskTransport
+from miles.weight_sync.gather import Gatherer, Read
+from miles.weight_sync.local import LocalTransport
+from miles.weight_sync.parallel import ParallelInfo
+from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import UpdateSession
 from miles.weight_sync.target import EngineTarget
+from miles.weight_sync.transport import Link, Transport
+
+# What the world outside can do to an update; anything else is a fault of ours.
+FAILURES = (OSError, RuntimeError, ValueError)
 
 
 class WeightUpdater:
@@ -24,17 +36,21 @@ class WeightUpdater:
 
     Build it on every trainer rank, after the process groups; all ranks call `update` together.
 
-    model: this stage's GPTModel, unwrapped. checkpoint_folder: where the engines loaded their weights from.
-    rank: this process in the trainer's world. group: a gloo group of all trainer ranks, for agreement.
-    buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time (the gathered
-    tensors and their flat copy), an engine maps the copy. flush_cache: empty the engines' caches before the first
-    bucket; False where their memory is away during an update, in which case they were emptied before.
+    chunks: this stage's GPTModels, unwrapped. checkpoint_folder: where the engines loaded their weights from.
+    rank: this process in the trainer's world. group: a gloo group of all trainer ranks, for agreement. address: of this
+    rank's machine, as remote engines reach it.
+    buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time: one that engines
+    are taking, one that is being gathered. reads_copy: `update` may be given a `Read` of copies. flush_cache: empty the
+    caches of colocated engines before the first bucket; False where their memory is away during an update, in which
+    case they were emptied before. Others' always are.
+    pause_mode, transfer_mode, disk_folder, check_equal: --pause-generation-mode, --update-weight-transfer-mode,
+    --update-weight-disk-dir and --check-weight-update-equal.
     Raises ValueError where names or shapes of model and checkpoint differ.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: list[torch.nn.Module],
         family: Family,
         hf_config: PreTrainedConfig,
         parallel: ParallelInfo,
@@ -42,119 +58,165 @@ class WeightUpdater:
         engines: list[EngineTarget],
         rank: int,
         group: dist.ProcessGroup,
+        address: str,
         buffer_size: int,
+        reads_copy: bool,
         flush_cache: bool,
+        pause_mode: str,
+        transfer_mode: str,
+        disk_folder: str | None,
+        check_equal: bool,
         timeout: timedelta,
     ):
-        self.model, self.family, self.hf_config, self.parallel = model, family, hf_config, parallel
         self.engines, self.rank, self.group, self.buffer_size = engines, rank, group, buffer_size
-        self.flush_cache = flush_cache
-        self.index = CheckpointIndex(checkpoint_folder)
-        self.names = list(make_plan(family, hf_config, parallel.stage_layers, self.index).shapes)
-        # Every rank takes part in creating every group; an engine served by one rank needs none.
-        self._engine_groups = [
-            dist.new_group(members, timeout, "gloo") if len(members) > 1 else None
-            for members in (sorted(set(engine.source_ranks)) for engine in engines)
-        ]
+        self.flush_cache, self.pause_mode = flush_cache, pause_mode
+        index = CheckpointIndex(checkpoint_folder)
+        self.gatherer = Gatherer(chunks, family, hf_config, parallel, index, buffer_size, reads_copy)
+        self.names = list(self.gatherer.plan.shapes)
+        self.hashes = SentHashes() if check_equal else None
+        local = {number: engine for number, engine in enumerate(engines) if engine.source_ranks is not None}
+        remote = {number: engine for number, engine in enumerate(engines) if engine.source_ranks is None}
+        self.transports: list[Transport] = []
+        if local:
+            self.transports.append(LocalTransport(local, rank, timeout))
+        if remote and transfer_mode == "disk":
+            self.transports.append(DiskTransport(remote, rank, disk_folder, checkpoint_folder, buffer_size))
+        elif remote:
+            sources = self._stage_sources(parallel)
+            device = self.gatherer.device
+            self.transports.append(BroadcastTransport(remote, rank, sources, device, address, timeout))
+
+    def _stage_sources(self, parallel: ParallelInfo) -> list[int]:
+        """The first rank of each pipeline stage."""
+        stages = [0] * dist.get_world_size(self.group)
+        dist.all_gather_object(stages, parallel.pp_rank, group=self.group)
+        return [stages.index(stage) for stage in range(parallel.pp_size)]
 
     def update(self, version: int, read: Read) -> dict[str, float]:
         """Send every weight and set the engines' version; returns metrics (`perf/update_weights_*`).
 
-        read: gives a parameter's values (see `hf_tensors`); the parameters themselves are not touched.
+        read: gives a parameter's values (see `Gatherer`); the parameters themselves are not touched.
         Raises RuntimeError on every rank where one rank or engine failed; the engines are released first.
         """
-        start, sent_bytes, sent_tensors = time.perf_counter(), 0, 0
-        tensors = hf_tensors(self.model, self.family, self.hf_config, self.parallel, self.index, read)
-        with asyncio.Runner() as runner:
+        start = time.perf_counter()
+        buckets = self.gatherer.buckets
+        with BackgroundLoop() as loop:
+            link = Link(loop, {number: SGLangClient(engine.url) for number, engine in enumerate(self.engines)})
             sessions = {
-                number: UpdateSession(SGLangClient(engine.url), self.names, version, self.flush_cache)
+                number: self._session(engine, link.clients[number], version)
                 for number, engine in enumerate(self.engines)
-                if engine.source_ranks[0] == self.rank
+                if engine.lead == self.rank
             }
+            timer = _Timer()
             try:
-                self._together(runner, [session.open() for session in sessions.values()])
-                stream = buckets(tensors, self.buffer_size)
-                while bucket := self._next(stream):
-                    self._send(runner, sessions, bucket)
-                    sent_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-                    sent_tensors += len(bucket)
-                    # Its tensors would live on until the next bucket is full.
-                    bucket.clear()
-                self._together(runner, [session.finish() for session in sessions.values()])
+                with timer("session"):
+                    self._together(lambda: loop.run([session.open() for session in sessions.values()]))
+                self._send_all(link, self.transports, buckets, read, timer)
+                for session in sessions.values():
+                    for bucket in buckets:
+                        session.sent(bucket.slots)
+                if self.hashes is not None:
+                    self._check(link, list(sessions), buckets, read)
+                with timer("session"):
+                    self._together(lambda: loop.run([session.finish() for session in sessions.values()]))
             finally:
-                runner.run(_all(session.release() for session in sessions.values()))
-        assert sent_tensors == len(self.names)
-        if next(self.model.parameters()).is_cuda:
-            # The engines take their memory back next: none of the buckets' may stay cached here.
-            torch.cuda.empty_cache()
-        seconds = time.perf_counter() - start
+                loop.run([session.release() for session in sessions.values()])
+                loop.run([client.close() for client in link.clients.values()])
+        # The engines take their memory back next: none of the buckets' may stay cached here.
+        self._empty_cache()
+        seconds, sent_bytes = time.perf_counter() - start, sum(bucket.nbytes for bucket in buckets)
         return {
             "perf/update_weights_time": seconds,
             "perf/update_weights_bytes": sent_bytes,
-            "perf/update_weights_tensors": sent_tensors,
+            "perf/update_weights_tensors": len(self.names),
             "perf/update_weights_gb_per_s": sent_bytes / seconds / 1e9,
+            "perf/update_weights_session_time": timer.seconds["session"],
+            "perf/update_weights_wait_time": timer.seconds["wait"],
         }
 
-    def _next(self, stream: Iterator[list[NamedTensor]]) -> list[NamedTensor] | None:
-        """The next bucket, once every rank has made it; None after the last."""
-        bucket, failure = None, None
+    def _empty_cache(self) -> None:
+        if self.gatherer.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _session(self, engine: EngineTarget, client: SGLangClient, version: int) -> UpdateSession:
+        flush_cache = self.flush_cache or engine.source_ranks is None
+        return UpdateSession(client, self.names, version, flush_cache, self.pause_mode)
+
+    def _send_all(
+        self, link: Link, transports: list[Transport], buckets: list[Bucket], read: Read, timer: "_Timer"
+    ) -> None:
+        """Every bucket through every transport; the next one is made while engines take the last."""
+        waits = [transport.wait for transport in transports]
+        finished = False
         try:
-            bucket = next(stream, None)
-        except (OSError, RuntimeError, ValueError) as error:
-            failure = error
-        self._agree(failure)
-        return bucket
+            self._together(*(lambda t=transport: t.begin(link) for transport in transports))
+            taken = 0  # bytes of the bucket that engines may still be reading
+            flat = None
+            for bucket in buckets:
+                attempts = _Attempts()
+                if taken + bucket.capacity + bucket.scratch > 2 * self.buffer_size:
+                    # Too large to be made beside the last one, in whose place it would not fit.
+                    with timer("wait"):
+                        attempts.run(*waits)
+                    flat = None
+                    self._empty_cache()
+                following = attempts.run(lambda bucket=bucket: self._make(transports, bucket, read))
+                with timer("wait"):
+                    attempts.run(*waits)
+                    self._agree(attempts.failure)
+                flat, taken = following, bucket.capacity
+                del following
+                if flat is not None:
+                    for transport in transports:
+                        transport.send(bucket, flat)
+            with timer("wait"):
+                self._together(*waits)
+            self._together(*(transport.end for transport in transports))
+            finished = True
+        finally:
+            if not finished:
+                for transport in transports:
+                    transport.abandon()
 
-    def _send(self, runner: asyncio.Runner, sessions: dict[int, UpdateSession], bucket: list[NamedTensor]) -> None:
-        names = [name for name, _ in bucket]
-        failure, shared, payloads = None, None, {}
-        if any(self.rank in engine.source_ranks for engine in self.engines):
-            try:
-                shared = SharedBucket(bucket)
-            except (RuntimeError, ValueError) as error:
-                failure = error
-        self._agree(failure)
-        for number, engine in enumerate(self.engines):
-            if self.rank in engine.source_ranks:
-                payloads[number] = self._collect_handles(number, engine, shared)
-        self._together(
-            runner,
-            [
-                session.send(
-                    names,
-                    session.client.update_weights_from_tensor(
-                        payloads[number], load_format="flattened_bucket", flush_cache=False
-                    ),
-                )
-                for number, session in sessions.items()
-            ],
-        )
-        # All engines have answered, on all ranks: the memory can go.
-        del shared
-        if bucket[0][1].is_cuda:
-            torch.cuda.ipc_collect()
-
-    def _collect_handles(self, number: int, engine: EngineTarget, shared: SharedBucket) -> list[str] | None:
-        """The handles of all the engine's ranks, on the rank that talks to it."""
-        own = {rank: shared.handle() for rank, source in enumerate(engine.source_ranks) if source == self.rank}
-        group, lead = self._engine_groups[number], engine.source_ranks[0]
-        collected = [own]
-        if group is not None:
-            collected = [None] * dist.get_world_size(group) if self.rank == lead else None
-            dist.gather_object(own, collected, dst=lead, group=group)
-        if self.rank != lead:
+    def _make(self, transports: list[Transport], bucket: Bucket, read: Read) -> torch.Tensor | None:
+        """The filled bucket, ready to be sent; None on a rank that has no part in it."""
+        everywhere = any(transport.everywhere for transport in transports)
+        if not everywhere and bucket.stage != self.gatherer.parallel.pp_rank:
             return None
-        handles = {rank: handle for part in collected for rank, handle in part.items()}
-        return [handles[rank] for rank in range(engine.tp_size)]
+        shared, device = any(transport.shares_memory for transport in transports), self.gatherer.device
+        attempts = _Attempts()
+        memory = attempts.run(lambda: empty_bucket(bucket.capacity, device, shared))
+        if memory is None:
+            # The other ranks gather all the same.
+            memory = empty_bucket(bucket.capacity, device, shared=False)
+        flat = memory[: bucket.nbytes]
+        attempts.run(lambda: self.gatherer.fill(bucket, flat, read, everywhere))
+        if attempts.failure is not None:
+            raise attempts.failure
+        for transport in transports:
+            transport.prepare(bucket, flat)
+        return flat
 
-    def _together(self, runner: asyncio.Runner, actions: list[Coroutine[None, None, None]]) -> None:
-        """Run this rank's actions side by side and wait for all ranks' actions."""
-        failure = None
-        try:
-            runner.run(_all(actions))
-        except RuntimeError as error:
-            failure = error
-        self._agree(failure)
+    def _check(self, link: Link, leads: list[int], buckets: list[Bucket], read: Read) -> None:
+        """--check-weight-update-equal, at the first update: overwrite the engines' weights and send them once more."""
+        first = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
+        self._together(lambda: link.loop.run([link.clients[number].reset_weights() for number in leads]))
+        self._send_all(link, [*self.transports, self.hashes], buckets, read, _Timer())
+        second = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
+        hashes, self.hashes = self.hashes.hashes, None
+        self._together(
+            *(
+                lambda n=number, a=a, b=b: compare(self.engines[n].url, a, b, hashes)
+                for number, a, b in zip(leads, first, second, strict=True)
+            )
+        )
+
+    def _together(self, *actions: Callable):
+        """Run this rank's actions to their end, wait for all ranks' actions; returns the last one's result."""
+        attempts = _Attempts()
+        result = attempts.run(*actions)
+        self._agree(attempts.failure)
+        return result
 
     def _agree(self, failure: Exception | None) -> None:
         """Raise on every rank if any rank failed: the others would wait for it in the next collective call."""
@@ -168,9 +230,33 @@ class WeightUpdater:
         raise RuntimeError(f"the weight update failed: {texts}") from failure
 
 
-async def _all(actions) -> None:
-    """Run all actions to their end, then raise the first failure."""
-    results = await asyncio.gather(*actions, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+class _Timer:
+    """Adds up the seconds spent in `with timer(name)`, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+
+class _Attempts:
+    """Runs actions that may fail, and keeps the first failure until all ranks are told."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def run(self, *actions: Callable):
+        """Run all; returns the last one's result, None where it failed."""
+        result = None
+        for action in actions:
+            try:
+                result = action()
+            except FAILURES as error:
+                result, self.failure = None, self.failure or error
+        return result

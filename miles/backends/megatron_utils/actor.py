@@ -15,7 +15,7 @@ from miles.backends.megatron_utils import checkpoint
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
-from miles.backends.megatron_utils.model import build_model, build_train_state, stage_layers
+from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
 from miles.backends.megatron_utils.process_groups import SubGroups
 from miles.backends.megatron_utils.reference import ReferenceWeights
 from miles.backends.megatron_utils.residency import (
@@ -32,7 +32,7 @@ from miles.training.schedule import TrainShard
 from miles.utils.checkpoint_folder import find_checkpoint
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
-from miles.weight_sync.gather import ParallelInfo, live
+from miles.weight_sync.gather import live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import WeightUpdater
 
@@ -60,25 +60,18 @@ class MegatronTrainRayActor:
     def init(self, master: str) -> None:
         """Join the other ranks, build the model, and load the checkpoint of --load, else --hf-checkpoint's weights."""
         config = self.config
-        initialize(config, self.rank, self.world_size, master)
         self.hf_config = load_hf_config(config.hf_checkpoint)
         self.family = family_for(self.hf_config)
-        self.model = build_model(config, self.hf_config)
-        self.parallel = ParallelInfo(
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=config.tensor_model_parallel_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=config.pipeline_model_parallel_size,
-            pp_group=parallel_state.get_pipeline_model_parallel_group,
-            stage_layers=stage_layers(self.model.config),
-        )
+        self.family.check_layout(self.hf_config, config.parallel_sizes)
+        initialize(config, self.rank, self.world_size, master)
+        self.chunks = build_model(config, self.hf_config)
+        self.parallel = parallel_info(self.chunks[0].config)
         self.reference = None
         if config.use_kl_loss:
             self._load_hf_weights(config.ref_load)
-            self.reference = ReferenceWeights(self.model)
+            self.reference = ReferenceWeights(self.chunks)
         self._load_hf_weights(config.hf_checkpoint)
-        self.state = build_train_state(config, self.model, config.num_rollout * config.steps_per_rollout)
+        self.state = build_train_state(config, self.chunks, config.num_rollout * config.steps_per_rollout)
         self.first_rollout_id = 0
         found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
         if found is not None:
@@ -103,18 +96,7 @@ class MegatronTrainRayActor:
         self.residency = build_residency(config, self.rank, self.state, groups) if config.offload_train else None
 
     def _load_hf_weights(self, folder: str) -> None:
-        parallel = self.parallel
-        load_into(
-            self.model,
-            self.family,
-            self.hf_config,
-            folder,
-            parallel.stage_layers[parallel.pp_rank],
-            parallel.tp_rank,
-            parallel.tp_size,
-            parallel_state.is_pipeline_first_stage(),
-            parallel_state.is_pipeline_last_stage(),
-        )
+        load_into(self.chunks, self.family, self.hf_config, folder, self.parallel)
 
     def start_rollout_id(self) -> int:
         """The rollout to start with: --start-rollout-id, else the one after the loaded checkpoint's."""
@@ -136,13 +118,13 @@ class MegatronTrainRayActor:
         columns: dict[str, torch.Tensor] = {}
         if config.loss_type == "policy_loss":
             if self.reference is not None:
-                with watch("ref_log_probs"), self.reference.swapped_in(self.model):
-                    ref_log_probs = self.trainer.log_probs(self.state.model, shard)
+                with watch("ref_log_probs"), self.reference.swapped_in(self.chunks):
+                    ref_log_probs = self.trainer.log_probs(self.state.chunks, shard)
                 if ref_log_probs is not None:
                     columns["ref_log_probs"] = ref_log_probs
             if not config.use_rollout_logprobs or not self.checked_log_probs:
                 with watch("log_probs"):
-                    old_log_probs = self.trainer.log_probs(self.state.model, shard)
+                    old_log_probs = self.trainer.log_probs(self.state.chunks, shard)
                 if old_log_probs is not None:
                     columns["old_log_probs"] = old_log_probs
                     if not self.checked_log_probs:
@@ -159,7 +141,7 @@ class MegatronTrainRayActor:
         return (
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         )
 
     def _check_log_probs(self, log_probs: torch.Tensor, shard: TrainShard, rollout_id: int) -> None:
@@ -181,7 +163,7 @@ class MegatronTrainRayActor:
         """Prepare to send weights to `engines`."""
         config = self.config
         self.updater = WeightUpdater(
-            model=self.model,
+            chunks=self.chunks,
             family=self.family,
             hf_config=self.hf_config,
             parallel=self.parallel,
@@ -189,9 +171,15 @@ class MegatronTrainRayActor:
             engines=engines,
             rank=self.rank,
             group=dist.new_group(timeout=timeout(config), backend="gloo"),
+            address=ray.util.get_node_ip_address(),
             buffer_size=config.update_weight_buffer_size,
+            reads_copy=self.residency is not None,
             # A released cache was flushed before its memory went, and must not be touched.
             flush_cache=not (config.offload_rollout and "kv_cache" in config.offload_rollout_level),
+            pause_mode=config.pause_generation_mode,
+            transfer_mode=config.update_weight_transfer_mode,
+            disk_folder=config.update_weight_disk_dir,
+            check_equal=config.check_weight_update_equal,
             timeout=timeout(config),
         )
 
@@ -211,8 +199,9 @@ class MegatronTrainRayActor:
         folder = self.config.save_hf.format(rollout_id=rollout_id)
         source, is_writer = self.config.hf_checkpoint, self.rank == 0
         with self._awake():
-            if parallel_state.get_data_parallel_rank() == 0:
-                save_hf(folder, self.model, self.family, self.hf_config, self.parallel, source, is_writer)
+            # Experts are spread over data-parallel ranks.
+            if parallel_state.get_data_parallel_rank() == 0 or self.parallel.ep_size > 1:
+                save_hf(folder, self.chunks, self.family, self.hf_config, self.parallel, source, is_writer)
             dist.barrier()
 
     # Where the memory is; see TrainerResidency for each verb.
@@ -240,7 +229,7 @@ class MegatronTrainRayActor:
     def clear_memory(self) -> dict[str, float]:
         """Give cached memory back, asleep or awake; returns metrics."""
         started = time.perf_counter()
-        drop_quantized_workspaces(self.model)
+        drop_quantized_workspaces(self.chunks)
         empty_caches(torch.device(self.config.device))
         return {"perf/clear_memory_time": time.perf_counter() - started}
 

@@ -14,12 +14,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.torch_adam import megatron_optimizers
 from miles.utils.checkpoint_folder import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
-# Optimizer shards that can be loaded under other parallel sizes than they were saved under.
-_OPTIMIZER_METADATA = {
+# What can be loaded under other parallel sizes than it was saved under. Layers may differ, so each has its own keys.
+_METADATA = {
+    "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
@@ -39,7 +41,7 @@ def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) ->
     dist_checkpointing.save(
         _sharded_state(state, with_optimizer, is_loading=False),
         str(model_folder),
-        content_metadata=_OPTIMIZER_METADATA,
+        content_metadata=_METADATA,
     )
     torch.save(_rng_state(), folder / "rng" / f"rank_{dist.get_rank():05d}_of_{dist.get_world_size():05d}.pt")
     dist.barrier()
@@ -51,17 +53,15 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
     Random state is restored when the number of ranks is the one it was saved with.
     """
     model_folder = folder / "model"
-    if with_optimizer and "optimizer" not in dist_checkpointing.load_common_state_dict(str(model_folder)):
-        raise ValueError(
-            f"{folder} holds no optimizer state (it was saved with --no-save-optim): pass --no-load-optim to continue "
-            "with a fresh optimizer"
-        )
+    if with_optimizer:
+        _check_optimizer(folder, dist_checkpointing.load_common_state_dict(str(model_folder)), state)
     loaded = dist_checkpointing.load(
         _sharded_state(state, with_optimizer, is_loading=True),
         str(model_folder),
         strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RAISE_UNEXPECTED,
     )
-    state.model.module.load_state_dict(loaded["model"], strict=True)
+    for name, model in _named_models(state).items():
+        model.load_state_dict(loaded[name], strict=True)
     if with_optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
         state.scheduler.load_state_dict(loaded["scheduler"])
@@ -74,14 +74,36 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
         logger.info("%s was saved by another number of ranks: random state starts from --seed", folder)
 
 
+def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
+    if "optimizer" not in saved:
+        raise ValueError(
+            f"{folder} holds no optimizer state (it was saved with --no-save-optim): pass --no-load-optim to continue "
+            "with a fresh optimizer"
+        )
+    # Several are numbered: that of the experts, where they are shared out, is one of its own.
+    parts = sum(isinstance(key, int) for key in saved["optimizer"]) or 1
+    if parts != len(megatron_optimizers(state.optimizer)):
+        before, now = ("above 1", "1") if parts > 1 else ("1", "above 1")
+        raise ValueError(
+            f"{folder} was saved with --expert-model-parallel-size {before} and that is {now} now: "
+            "optimizer state does not go from one to the other; keep to it, or pass --no-load-optim to continue with a "
+            "fresh optimizer"
+        )
+
+
 def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) -> dict:
-    metadata = dict(_OPTIMIZER_METADATA)  # a copy: Megatron adds this world's process group to it
-    model_state = state.model.module.sharded_state_dict(metadata=metadata)
-    result = {"model": model_state}
+    metadata = dict(_METADATA)  # a copy: Megatron adds this world's process group to it
+    result = {name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(state).items()}
     if with_optimizer:
-        result["optimizer"] = state.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+        models = dict(result)
+        result["optimizer"] = state.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         result["scheduler"] = state.scheduler.state_dict()
     return result
+
+
+def _named_models(state: TrainState) -> dict[str, torch.nn.Module]:
+    """The chunks by their keys in the state. Tensors have global names: these keys are not part of them."""
+    return {f"model{number}": model for number, model in enumerate(state.models)}
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

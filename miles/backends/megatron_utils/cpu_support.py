@@ -68,9 +68,45 @@ def cuda_type_names() -> Iterator[None]:
         torch.Tensor.type = original
 
 
+def _splits_as_numbers(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """The dispatcher's copy of counts to the host: they are there, but the exchange wants them as numbers."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name)
+            if torch.is_tensor(splits):
+                setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
+def _uneven_collectives(mappings: types.ModuleType) -> None:
+    """Gathers and reductions over ranks with unequal parts (experts cut by tensor parallelism), which gloo lacks."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def uneven_gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes, longest = list(output_split_sizes), max(output_split_sizes)
+        padded = input_.new_zeros(longest, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = gather(padded, group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def uneven_reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = uneven_gather
+    mappings._reduce_scatter_along_first_dim = uneven_reduce_scatter
+
+
 def install() -> None:
     """Make this process able to build and train Megatron models on the CPU. Call once, before building a model."""
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     # Not megatron.core.__version__, which appends the commit of whatever git checkout the program runs in.
     installed = importlib.metadata.version("megatron-core")
@@ -89,5 +125,8 @@ def install() -> None:
     # Checkpoints and recomputation save the device's generator: on a CPU it is the default one.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_numbers
+    _uneven_collectives(mappings)
     for module in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(f"megatron.core.{module}").torch = _TorchOnCPU("torch")

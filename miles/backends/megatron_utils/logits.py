@@ -1,43 +1,68 @@
-"""Logits of the response tokens only, in float32: what the loss needs, and no more.
+"""Log-probabilities of the response tokens: what the loss needs of the model's output, and no more.
 
-Shapes: T tokens of a micro-batch (T / tp under sequence parallelism), N response tokens, H hidden size, V the columns
-of this rank.
+Shapes: T tokens of a micro-batch (T / tp under sequence parallelism), N response tokens, H hidden size.
 """
+
+from dataclasses import dataclass
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from miles.training.packing import PackedBatch
+from miles.training.vocab_parallel import CHUNK_SIZE, log_probs_and_entropy
 
 
-def response_logits(
-    *, hidden_states, output_layer, output_weight: torch.Tensor | None, context: PackedBatch, **_
-) -> torch.Tensor:
-    """GPTModel's `output_processor`: float32 logits [N, V] at the rows that predict a response token.
+@dataclass(frozen=True)
+class Scoring:
+    """How response tokens are scored.
 
-    Prompt and padding rows would be most of the largest tensor of a step. Logits rounded to bfloat16 are off by a few
-    hundredths, which is most of the gap between the trainer's log-probabilities and an engine's.
+    Args:
+        vocab_size: size of the vocabulary without padding.
+        temperature: what logits are divided by.
+        entropy_grad: let gradients flow through the entropy.
+        chunk_size: tokens whose logits exist at a time.
     """
-    weight = output_layer.weight if output_weight is None else output_weight
+
+    vocab_size: int
+    temperature: float = 1.0
+    entropy_grad: bool = False
+    chunk_size: int = CHUNK_SIZE
+
+
+@dataclass(frozen=True)
+class ScoringContext:
+    """What `score_responses` is told about one micro-batch."""
+
+    packed: PackedBatch
+    scoring: Scoring
+    softcap: float | None
+
+
+def score_responses(
+    *, hidden_states, output_layer, output_weight: torch.Tensor | None, context: ScoringContext, **_
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GPTModel's `output_processor`: log-probability and entropy [N] of each response token, float32.
+
+    Prompt and padding rows, and logits of more tokens than a chunk, would be the largest tensors of a step.
+    """
+    # Megatron's overlapped gather of parameters waits for a layer's in the hooks of its call, which does not happen.
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
+    packed, scoring = context.packed, context.scoring
     if output_layer.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
+        hidden_NH = hidden_states[:, 0].index_select(0, packed.logit_index_N)
     else:
-        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=output_layer.tp_group)
-    return _Float32Logits.apply(hidden_states[:, 0].index_select(0, context.logit_index_N), weight)
-
-
-class _Float32Logits(torch.autograd.Function):
-    """x [N, H] times weight [V, H] transposed, accumulated and returned in float32 whatever the inputs' type."""
-
-    @staticmethod
-    def forward(ctx, x_NH, weight_VH):
-        ctx.save_for_backward(x_NH, weight_VH)
-        if x_NH.is_cuda and x_NH.dtype != torch.float32:
-            return torch.mm(x_NH, weight_VH.t(), out_dtype=torch.float32)
-        return x_NH.float() @ weight_VH.float().t()
-
-    @staticmethod
-    def backward(ctx, grad_NV):
-        x_NH, weight_VH = ctx.saved_tensors
-        grad_NV = grad_NV.to(x_NH.dtype)
-        return grad_NV @ weight_VH, grad_NV.t() @ x_NH
+        hidden_NH = hidden_states[:, 0].index_select(0, packed.logit_index_N)
+        hidden_NH = copy_to_tensor_model_parallel_region(hidden_NH, group=output_layer.tp_group)
+    return log_probs_and_entropy(
+        hidden_NH,
+        output_layer.weight if output_weight is None else output_weight,
+        packed.target_N,
+        scoring.temperature,
+        group=output_layer.tp_group,
+        entropy_grad=scoring.entropy_grad,
+        vocab_size=scoring.vocab_size,
+        softcap=context.softcap,
+        chunk_size=scoring.chunk_size,
+    )

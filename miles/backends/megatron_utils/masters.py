@@ -20,7 +20,7 @@ class MasterWeights:
     bring the ranges together: all data-parallel ranks call them in the same order, while their groups exist. A `read`
     with one data-parallel rank needs no group.
 
-    model: the wrapped model that `optimizer` trains. contents: from a master (a flat fp32 tensor, the optimizer's own
+    chunks: the wrapped model that `optimizer` trains. contents: from a master (a flat fp32 tensor, the optimizer's own
     object) to its current values, on any device: not written to.
     Raises ValueError naming the parameters that have no master: those that are not bf16, are frozen, or belong
     to an optimizer of another kind.
@@ -28,11 +28,11 @@ class MasterWeights:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: list[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         contents: Callable[[torch.Tensor], torch.Tensor],
     ):
-        self._model, self._contents = model, contents
+        self._chunks, self._contents = chunks, contents
         self._optimizers = _distributed_optimizers(optimizer)
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._optimizer_of: dict[torch.Tensor, DistributedOptimizer] = {}
@@ -42,7 +42,12 @@ class MasterWeights:
                     self._optimizer_of |= dict.fromkeys(buffer.params, part)
             for parameters, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
                 self._masters |= zip(parameters, masters, strict=True)
-        without = [name for name, parameter in model.module.named_parameters() if parameter not in self._optimizer_of]
+        without = [
+            name
+            for chunk in chunks
+            for name, parameter in chunk.module.named_parameters()
+            if parameter not in self._optimizer_of
+        ]
         if without:
             rest = f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
             raise ValueError(
@@ -75,7 +80,8 @@ class MasterWeights:
         # What an optimizer step does after it has updated the masters.
         for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
-        self._model.start_param_sync(force_sync=True)
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:

@@ -5,31 +5,38 @@ from collections.abc import Iterator
 
 import torch
 
+from miles.backends.megatron_utils.hf.checkpoint_io import model_tensors
+
 
 class ReferenceWeights:
-    """A copy of a model's weights as they are now, on the host (pinned beside a GPU)."""
+    """A copy of a model's weights as they are now, on the host (pinned beside a GPU). chunks: the model's parts."""
 
-    def __init__(self, model: torch.nn.Module):
-        self._weights = [_host_copy(parameter) for parameter in model.parameters()]
+    def __init__(self, chunks: list[torch.nn.Module]):
+        self._weights = [_host_copy(weight) for weight in _weights(chunks)]
 
     @contextlib.contextmanager
-    def swapped_in(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within it `model` holds the reference's weights; its own come back afterwards, bit for bit."""
-        self._exchange(model)
+    def swapped_in(self, chunks: list[torch.nn.Module]) -> Iterator[None]:
+        """Within it the model holds the reference's weights; its own come back afterwards, bit for bit."""
+        self._exchange(chunks)
         try:
             yield
         finally:
-            self._exchange(model)
+            self._exchange(chunks)
 
     @torch.no_grad()
-    def _exchange(self, model: torch.nn.Module) -> None:
+    def _exchange(self, chunks: list[torch.nn.Module]) -> None:
         """Swap the values of both; takes one parameter more of the device's memory, and none of the host's."""
-        for parameter, weight in zip(model.parameters(), self._weights, strict=True):
-            own = parameter.clone()
-            parameter.copy_(weight)
+        for current, weight in zip(_weights(chunks), self._weights, strict=True):
+            own = current.clone()
+            current.copy_(weight)
             weight.copy_(own)
 
 
-def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
-    return copy.copy_(parameter.detach())
+def _weights(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """Parameters, and the buffers that a checkpoint has (biases of a router)."""
+    return [weight for chunk in chunks for weight in model_tensors(chunk).values()]
+
+
+def _host_copy(weight: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+    return copy.copy_(weight.detach())

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
     """Move everything into its region. Gradients are away meanwhile, so that the peak is that of a training step."""
-    ddp_buffers = state.model.buffers + state.model.expert_parallel_buffers
+    ddp_buffers = [buffer for chunk in state.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     grads = [bytes_of(buffer.grad_data.untyped_storage()) for buffer in ddp_buffers]
     for grad in grads:
         memory.rehome(grad.untyped_storage(), TAGS[Region.GRADS], keep=False)
@@ -26,7 +26,8 @@ def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> di
     weights = [bytes_of(buffer.param_data.untyped_storage()) for buffer in ddp_buffers if buffer.param_data is not None]
     for weight in weights:
         memory.rehome(weight.untyped_storage(), TAGS[Region.WEIGHTS], keep=True)
-    loose = [p for p in state.model.module.parameters() if all(span(weight, p) is None for weight in weights)]
+    parameters = [parameter for model in state.models for parameter in model.parameters()]
+    loose = [parameter for parameter in parameters if all(span(weight, parameter) is None for weight in weights)]
     if loose:
         weights.append(pack(loose, memory, TAGS[Region.WEIGHTS]))
 

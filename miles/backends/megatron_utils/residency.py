@@ -73,10 +73,10 @@ class TrainerResidency:
     ):
         self.policy, self.state, self.memory, self.store, self.groups = policy, state, memory, store, groups
         self.party = Party.ACTOR
-        self.device = next(state.model.module.parameters()).device
+        self.device = next(state.models[0].parameters()).device
         self.table = RegionTable({key: place for key, place in start(policy).items() if key[0] is self.party})
         self.buffers = build_regions(policy, state, memory)
-        self.masters = MasterWeights(state.model, state.optimizer, self.read) if policy.rematerialize else None
+        self.masters = MasterWeights(state.chunks, state.optimizer, self.read) if policy.rematerialize else None
         self.moved: list[Moved] = []  # by the last sleep or wake
         self._agreements = 0  # still to come in the running verb
         self._usual_outside = 0  # bytes of tensors outside the regions that no collection could remove
@@ -101,7 +101,7 @@ class TrainerResidency:
         if self._check and all(self._at(region, State.GPU) for region in hashed):
             self._fingerprints = self.hash_everything()
         started = time.perf_counter()
-        drop_quantized_workspaces(self.state.model)
+        drop_quantized_workspaces(self.state.models)
         empty_caches(self.device)
         metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
         if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
@@ -155,11 +155,11 @@ class TrainerResidency:
     # Reading
 
     def read_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter on the device, wherever they are. Don't write to it.
+        """The values of a parameter, or of a buffer of the model, on the device, wherever they are. Don't write to it.
 
         With rematerialisation all data-parallel ranks must call it together while the weights are away.
         """
-        if self.table.place(self.party, Region.WEIGHTS) == State.DROPPED:
+        if isinstance(parameter, torch.nn.Parameter) and self.table.place(self.party, Region.WEIGHTS) == State.DROPPED:
             return self.masters.read(parameter)
         return self.read(parameter).to(self.device, non_blocking=True)
 
@@ -309,8 +309,10 @@ class TrainerResidency:
 
     def hash_everything(self) -> dict[str, int]:
         """A fingerprint of every tensor that must survive a sleep, and of the random states."""
-        module = self.state.model.module
-        tensors = dict(module.named_parameters()) | {f"buffer {name}": b for name, b in _all_buffers(module)}
+        tensors = {}
+        for number, model in enumerate(self.state.models):
+            tensors |= {f"chunk {number} {name}": parameter for name, parameter in model.named_parameters()}
+            tensors |= {f"chunk {number} buffer {name}": buffer for name, buffer in _all_buffers(model)}
         if not self.policy.stream_optimizer:
             for number, optimizer in enumerate(inner_optimizers(self.state.optimizer)):
                 for index, master in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -359,10 +361,10 @@ def _key(region: Region, index: int) -> str:
     return f"{region}.{index}"
 
 
-def drop_quantized_workspaces(model: torch.nn.Module) -> int:
+def drop_quantized_workspaces(chunks: list[torch.nn.Module]) -> int:
     """Drop the FP8 copies of weights that Transformer Engine keeps, and makes again when needed; returns how many."""
     dropped = 0
-    for part in model.modules():
+    for part in (part for chunk in chunks for part in chunk.modules()):
         workspaces = vars(part).get("_fp8_workspaces")
         if workspaces:
             dropped += len(workspaces)

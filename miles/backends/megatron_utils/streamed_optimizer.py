@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.streamed_state import NEIGHBOURS, Bucket, StateFile, decode
-from miles.backends.megatron_utils.torch_adam import megatron_optimizers
+from miles.backends.megatron_utils.torch_adam import megatron_optimizers, step_device
 from miles.residency.disk_store import round_up
 
 _UNFINISHED = (
@@ -71,7 +71,7 @@ class StreamedOptimizer:
     def __init__(self, state: TrainState, folder: str, chunk_bytes: int, moment_dtype: torch.dtype, pinned: bool):
         self._optimizer = _distributed_optimizer(state.optimizer)
         self._inner = self._optimizer.optimizer
-        self._device = next(state.model.parameters()).device
+        self._device = next(state.models[0].parameters()).device
         self._shards = _shards(self._optimizer)
         self._folder = folder
         self._problem: str | None = None
@@ -91,6 +91,8 @@ class StreamedOptimizer:
             if not self._inner.state[shard.main_param]:
                 empty = {name: torch.empty(0, device=self._device) for name in ("exp_avg", "exp_avg_sq")}
                 self._inner.state[shard.main_param] = {"step": torch.tensor(0.0), **empty}
+            # Read once a bucket.
+            self._inner.state[shard.main_param]["step"] = self._inner.state[shard.main_param]["step"].cpu()
             self._hide(shard)
         self._original_sharded_state_dict = self._optimizer.sharded_state_dict
         self._optimizer.step_with_ready_grads = self._step_with_ready_grads
@@ -187,7 +189,12 @@ class StreamedOptimizer:
                 [exp_avg_sq[part.in_bucket] for part in parts],
                 [],
                 # Copies: a shard in several parts has one count, which advances at the end.
-                [self._inner.state[part.shard.main_param]["step"].clone() for part in parts],
+                [
+                    self._inner.state[part.shard.main_param]["step"].to(
+                        step_device(group, part.shard.main_param), copy=True
+                    )
+                    for part in parts
+                ],
                 foreach=group["foreach"],
                 capturable=group["capturable"],
                 differentiable=group["differentiable"],
@@ -270,12 +277,7 @@ def _distributed_optimizer(optimizer: MegatronOptimizer) -> DistributedOptimizer
             f"--stream-optimizer-state-to-disk takes Megatron's distributed optimizer, not {type(optimizer).__name__}: "
             "drop --no-use-distributed-optimizer"
         )
-    if type(optimizer.optimizer) is not torch.optim.AdamW:
-        raise ValueError(
-            f"--stream-optimizer-state-to-disk takes torch's AdamW, not {type(optimizer.optimizer).__module__}."
-            f"{type(optimizer.optimizer).__name__} (Megatron prefers Transformer Engine's and Apex's where one is "
-            "installed): drop the flag or uninstall them"
-        )
+    assert type(optimizer.optimizer) is torch.optim.AdamW, type(optimizer.optimizer)
     assert not optimizer.ddp_config.overlap_param_gather and not optimizer.ddp_config.fp8_param_gather
     assert not optimizer.config.use_precision_aware_optimizer
     assert not any(group["amsgrad"] for group in optimizer.optimizer.param_groups)

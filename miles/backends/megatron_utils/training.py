@@ -1,7 +1,7 @@
 """Forward and training passes of one rank over its shard of a rollout.
 
 Every loss and metric is a sum with weights that add up to one over the whole step (see miles/training/schedule.py), so
-micro-batches, data-parallel ranks and their gradients are only ever added.
+micro-batches, data-parallel and context-parallel ranks and their gradients are only ever added.
 """
 
 import time
@@ -12,59 +12,82 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from miles.backends.megatron_utils import cpu_support
-from miles.backends.megatron_utils.layers import packed_sequences
-from miles.backends.megatron_utils.logits import response_logits
+from miles.backends.megatron_utils.logits import Scoring, ScoringContext, score_responses
 from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.parts.context_parallel import combined
+from miles.backends.megatron_utils.parts.packed import packed_sequences
 from miles.config import RunConfig
 from miles.training.packing import PackedBatch, pack
 from miles.training.policy import compute_policy_loss, compute_sft_loss
 from miles.training.schedule import TrainShard
-from miles.training.vocab_parallel import log_probs_and_entropy
 
-# From the logits [N, V of this rank] of a micro-batch's response tokens to (loss, what to collect).
-LogitsFunction = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# From the log-probability and entropy [N] of a micro-batch's response tokens to (loss, what to collect).
+ScoreFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def run_micro_batches(
-    model: torch.nn.Module, micro_batches: Sequence[PackedBatch], function: LogitsFunction, forward_only: bool
+    chunks: list[torch.nn.Module],
+    micro_batches: Sequence[PackedBatch],
+    scoring: Scoring,
+    function: ScoreFunction,
+    forward_only: bool,
 ) -> list[dict[str, torch.Tensor]]:
     """One pass of Megatron's pipeline schedule over `micro_batches`; with gradients unless `forward_only`.
+
+    chunks: the model's parts on this pipeline stage.
 
     Returns what `function` collected for each micro-batch, on the last pipeline stage; elsewhere an empty list.
     """
 
     def forward_step(iterator, model):
         packed = next(iterator)
-        rotary = unwrap_model(model).rotary
-        boundaries = packed_sequences(packed.cu_seqlens, packed.position_ids_T, packed.max_seqlen, rotary)
+        bare = unwrap_model(model)
+        boundaries = packed_sequences(
+            packed.cu_seqlens,
+            packed.position_ids_T,
+            packed.max_seqlen,
+            bare.ropes,
+            parallel_state.get_context_parallel_group(),
+        )
         output = model(
             packed.tokens_T[None],
             packed.position_ids_T[None],
             None,
             packed_seq_params=boundaries,
-            output_processor=response_logits,
-            output_processor_context=packed,
+            output_processor=score_responses,
+            output_processor_context=ScoringContext(packed, scoring, bare.logit_softcap),
         )
 
-        def finish(logits_NV: torch.Tensor):
-            loss, collected = function(logits_NV, packed)
+        def finish(scores: tuple[torch.Tensor, torch.Tensor]):
+            loss, collected = function(*scores, packed)
             # The second value would divide the loss; it is divided already.
             return loss, torch.ones((), dtype=torch.int, device=loss.device), collected
 
         return output, finish
 
+    _group_micro_batches(unwrap_model(chunks[0]).config, len(micro_batches))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=chunks,
         num_microbatches=len(micro_batches),
         seq_length=len(micro_batches[0].tokens_T),
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def _group_micro_batches(megatron_config: TransformerConfig, count: int) -> None:
+    """Choose how many micro-batches an interleaved stage takes through one chunk before it turns to the next.
+
+    Megatron takes the number of stages, and refuses a last group of fewer; all at once is always legal.
+    """
+    stages = megatron_config.pipeline_model_parallel_size
+    megatron_config.microbatch_group_size_per_vp_stage = count if count % stages else stages
 
 
 class ShardTrainer:
@@ -77,28 +100,30 @@ class ShardTrainer:
 
     def __init__(self, config: RunConfig, vocab_size: int):
         self.config = config
-        self.vocab_size = vocab_size
+        # Supervised samples were not drawn at a temperature.
+        temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
+        self.scoring = Scoring(vocab_size, temperature, config.entropy_coef != 0, config.log_probs_chunk_size)
         self.pad_multiple = config.data_pad_size_multiplier * config.tensor_model_parallel_size
 
-    def log_probs(self, model: torch.nn.Module, shard: TrainShard) -> torch.Tensor | None:
+    def log_probs(self, chunks: list[torch.nn.Module], shard: TrainShard) -> torch.Tensor | None:
         """Log-probability of each response token of the shard under `model`'s weights: float32, flat, on the CPU.
 
-        None on all but the last pipeline stage.
+        The same on all context-parallel ranks; None on all but the last pipeline stage.
         """
 
-        def collect(logits_NV: torch.Tensor, packed: PackedBatch):
-            log_probs_N, _ = self._log_probs_and_entropy(logits_NV, packed, entropy_grad=False)
+        def collect(log_probs_N: torch.Tensor, entropy_N: torch.Tensor, packed: PackedBatch):
             return log_probs_N.sum() * 0, {"log_probs": log_probs_N.cpu()}
 
         result = torch.full((int(shard.batch.response_offsets[-1]),), torch.nan)
         with torch.no_grad():
             for step in shard.steps:
                 micro_batches = [self._pack(shard, rows, {}) for rows in step.micro_batches]
-                collected = run_micro_batches(model, micro_batches, collect, forward_only=True)
+                collected = run_micro_batches(chunks, micro_batches, self.scoring, collect, forward_only=True)
                 for packed, values in zip(micro_batches, collected, strict=bool(collected)):
                     result[packed.response_index_N] = values["log_probs"]
         if not parallel_state.is_pipeline_last_stage():
             return None
+        result = combined(result, parallel_state.get_context_parallel_group(), self.config.device)
         assert not result.isnan().any(), "the forward pass left response tokens without a log-probability, or made NaN"
         return result
 
@@ -112,15 +137,22 @@ class ShardTrainer:
         Raises:
             FloatingPointError: the gradient norm is not finite; the weights are then unusable.
         """
-        return [self._step(state, shard, step.micro_batches, columns) for step in shard.steps]
+        metrics = [self._step(state, shard, step.micro_batches, columns) for step in shard.steps]
+        if self.config.overlap_param_gather:
+            # What reads weights next need not be a forward pass, which would wait for them.
+            for chunk in state.chunks:
+                chunk.start_param_sync(force_sync=True)
+        return metrics
 
     def _step(
         self, state: TrainState, shard: TrainShard, micro_batch_rows: list[list[int]], columns: dict[str, torch.Tensor]
     ) -> dict[str, float]:
         micro_batches = [self._pack(shard, rows, columns) for rows in micro_batch_rows]
-        state.model.zero_grad_buffer()
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        collected = run_micro_batches(state.model, micro_batches, self._loss, forward_only=False)
+        self._scale_router_losses(state, micro_batches)
+        collected = run_micro_batches(state.chunks, micro_batches, self.scoring, self._loss, forward_only=False)
         with cpu_support.cuda_type_names():
             _, grad_norm, _ = state.optimizer.step()
         if not np.isfinite(grad_norm):
@@ -134,13 +166,25 @@ class ShardTrainer:
             return {}
         names = sorted(collected[0])
         totals = torch.stack([sum(metrics[name].float() for metrics in collected) for name in names])
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         metrics = dict(zip(names, totals.tolist(), strict=True))
         return metrics | {"train/grad_norm": float(grad_norm), "train/lr-pg_0": float(learning_rate)}
 
-    def _loss(self, logits_NV: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _scale_router_losses(self, state: TrainState, micro_batches: list[PackedBatch]) -> None:
+        """Make the experts' balancing losses, each a mean over a micro-batch, add up to the mean over the step.
+
+        Megatron multiplies each with its micro-batch's tokens and leaves the division to the caller.
+        """
+        if not self.config.moe_aux_loss_coeff and not self.config.moe_z_loss_coeff:
+            return
+        tokens = torch.tensor(float(sum(len(packed.tokens_T) for packed in micro_batches)), device=self.config.device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        state.models[0].config.moe_grad_scale_func = lambda: 1 / tokens
+
+    def _loss(
+        self, log_probs_N: torch.Tensor, entropy_N: torch.Tensor, packed: PackedBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         config = self.config
-        log_probs_N, entropy_N = self._log_probs_and_entropy(logits_NV, packed, entropy_grad=config.entropy_coef != 0)
         if config.loss_type == "sft_loss":
             return compute_sft_loss(log_probs_N, packed)
         return compute_policy_loss(
@@ -157,22 +201,9 @@ class ShardTrainer:
             use_rollout_logprobs=config.use_rollout_logprobs,
         )
 
-    def _log_probs_and_entropy(
-        self, logits_NV: torch.Tensor, packed: PackedBatch, entropy_grad: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Supervised samples were not drawn at a temperature.
-        temperature = 1.0 if self.config.loss_type == "sft_loss" else self.config.rollout_temperature
-        return log_probs_and_entropy(
-            logits_NV,
-            packed.target_N,
-            temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            entropy_grad=entropy_grad,
-            vocab_size=self.vocab_size,
-        )
-
     def _pack(self, shard: TrainShard, rows: list[int], columns: dict[str, torch.Tensor]) -> PackedBatch:
-        return pack(shard.batch, rows, self.pad_multiple, self.config.device, **columns)
+        cp_rank, cp_size = parallel_state.get_context_parallel_rank(), self.config.context_parallel_size
+        return pack(shard.batch, rows, self.pad_multiple, self.config.device, cp_rank, cp_size, **columns)
 
 
 class Stopwatch:

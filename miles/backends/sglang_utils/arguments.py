@@ -9,8 +9,14 @@ import os
 import sys
 
 from miles.config import RunConfig
+from miles.utils.network import host_port
 
 HOST = "127.0.0.1"
+
+# A server has these ports to itself, counted from its first, which is that of HTTP. With DP attention SGLang uses six
+# more behind DIST_PORT.
+PORTS_OF_A_SERVER = 10
+NCCL_PORT, GRPC_PORT, DIST_PORT = 1, 2, 3
 
 # Size of the key-value pool, in tokens, and of the batch on a CPU: SGLang derives them from GPU memory otherwise.
 CPU_MAX_TOTAL_TOKENS = 32768
@@ -20,19 +26,25 @@ CPU_MAX_RUNNING_REQUESTS = 128
 CPU_MEMORY_SAVER = "MILES_CPU_MEMORY_SAVER"
 
 
-def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_port: int) -> dict[str, object]:
-    """Arguments of engine `engine_rank`: names as in `sglang.srt.server_args.ServerArgs`, values as it takes them."""
+def server_arguments(config: RunConfig, *, engine_rank: int, port: int, host: str = HOST) -> dict[str, object]:
+    """Arguments of engine `engine_rank`: names as in `sglang.srt.server_args.ServerArgs`, values as it takes them.
+
+    The server listens on `host` and `port`, and has the PORTS_OF_A_SERVER ports from `port` on to itself.
+    """
     arguments: dict[str, object] = {
         "model_path": config.hf_checkpoint,
-        "host": HOST,
+        "host": host,
         "port": port,
-        "nccl_port": nccl_port,
-        "tp_size": config.rollout_num_gpus_per_engine,
+        "nccl_port": port + NCCL_PORT,
+        "tp_size": config.engine_tp_size,
         "random_seed": config.seed + engine_rank,
         "dtype": "bfloat16" if config.bf16 else "float32",
         "skip_server_warmup": True,
         "log_level": "warning",
     }
+    if config.sglang.get("enable_dp_attention"):
+        # It talks over TCP, on this port and the next ones; left out, SGLang starts at a distance from the first port.
+        arguments["dist_init_addr"] = host_port(host, port + DIST_PORT)
     if config.device == "cpu":
         arguments |= {
             "device": "cpu",
@@ -45,8 +57,8 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, nccl_por
             "sleep_on_idle": True,
         }
     else:
-        arguments["enable_memory_saver"] = config.offload_rollout
-        if config.colocate:
+        arguments["enable_memory_saver"] = _memory_leaves(config, engine_rank)
+        if engine_rank < config.num_colocated_engines:
             # The multicast buffers that come with these graphs don't fit beside the trainer.
             arguments["cuda_graph_backend_prefill"] = "disabled"
     return arguments | config.sglang
@@ -72,16 +84,17 @@ def command_line(arguments: dict[str, object]) -> list[str]:
     return command
 
 
-def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int], grpc_port: int) -> dict[str, str]:
+def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int], port: int) -> dict[str, str]:
     """Environment of engine `engine_rank`: the caller's, with the GPUs (or CPU cores) that the server may use.
 
-    `gpu_ids` are physical ids; empty on a CPU, where engines share the machine's cores evenly.
+    `gpu_ids` are physical ids; empty on a CPU, where engines share the machine's cores evenly. `port` as in
+    `server_arguments`.
     """
     environment = dict(os.environ)
     # Without .pyc files an SGLang start takes three times as long.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # Never opened, but checked: left out, SGLang takes port + 10000, which may be above 65535.
-    environment["SGLANG_GRPC_PORT"] = str(grpc_port)
+    environment["SGLANG_GRPC_PORT"] = str(port + GRPC_PORT)
     # Otherwise each /health generates a token: a second on a CPU, and the end of an engine whose memory is released.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if config.device == "cuda":
@@ -91,19 +104,19 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
                 "(--rollout-num-gpus-per-engine)."
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
-        if config.offload_rollout:
+        if _memory_leaves(config, engine_rank):
             # Without it the graphs are captured outside the memory saver, and never leave.
             environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         return environment
 
     cores = sorted(os.sched_getaffinity(0))
-    tp_size = config.rollout_num_gpus_per_engine
+    tp_size = config.engine_tp_size
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         # One core is left to the HTTP and tokenizer processes: two spinning threads a core cost a factor of ten.
-        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // (config.num_engines * tp_size))),
+        "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // (config.num_engines * config.rollout_num_gpus_per_engine))),
     }
-    if config.offload_rollout:
+    if _memory_leaves(config, engine_rank):
         environment[CPU_MEMORY_SAVER] = "1"
     if tp_size > 1:
         if tp_size > len(cores):
@@ -114,6 +127,12 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
         # SGLang wants a core list per TP rank as soon as there are more ranks than NUMA nodes.
         bindings = [",".join(map(str, cores[rank::tp_size])) for rank in range(tp_size)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bindings)
+    if config.rollout_num_gpus_per_engine > 1:
         # SGLang would set up NCCL wherever it can load the library, GPU or not.
         environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
     return environment
+
+
+def _memory_leaves(config: RunConfig, engine_rank: int) -> bool:
+    """Whether the engine releases memory for the trainer: one with GPUs of its own never does."""
+    return config.offload_rollout and engine_rank < config.num_colocated_engines

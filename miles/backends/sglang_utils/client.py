@@ -150,6 +150,67 @@ class SGLangClient:
         reply = await self._control("/update_weights_from_tensor", body)
         self._require_success("/update_weights_from_tensor", reply)
 
+    async def init_weights_update_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Have the server's TP ranks join a process group as ranks `rank_offset`, `rank_offset` + 1, ...
+
+        Rank 0 is the sender and serves the TCP store at `master_address:master_port`. Answers once all have joined.
+        """
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        reply = await self._control("/init_weights_update_group", body)
+        self._require_success("/init_weights_update_group", reply)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the process group."""
+        reply = await self._control("/destroy_weights_update_group", {"group_name": group_name})
+        self._require_success("/destroy_weights_update_group", reply)
+
+    async def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
+    ) -> None:
+        """Load one flat bucket that rank 0 of `group_name` broadcasts: the tensors' bytes one after the other.
+
+        Args:
+            dtypes: names in torch, such as "bfloat16".
+
+        Names and shapes must be right, as for tensors. The prefix cache is not touched.
+        """
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        reply = await self._control("/update_weights_from_distributed", body)
+        self._require_success("/update_weights_from_distributed", reply)
+
+    async def update_weights_from_disk(self, folder: str) -> None:
+        """Load the safetensors checkpoint in `folder`, a path on the server's machine. The prefix cache is kept."""
+        body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
+        reply = await self._control("/update_weights_from_disk", body)
+        self._require_success("/update_weights_from_disk", reply)
+
+    async def weight_checksums(self) -> list[dict[str, str]]:
+        """For each TP rank a hash of every tensor of its model, by SGLang's name for it."""
+        reply = await self._control("/weights_checker", {"action": "checksum"})
+        self._require_success("/weights_checker", reply)
+        return [rank["checksums"] for rank in reply["ranks"]]
+
+    async def reset_weights(self) -> None:
+        """Overwrite every tensor of the model with random numbers."""
+        reply = await self._control("/weights_checker", {"action": "reset_tensors"})
+        self._require_success("/weights_checker", reply)
+
     async def update_weight_version(self, version: str) -> None:
         """Set the version that is reported with each sample. Running requests go on."""
         reply = await self._control("/update_weight_version", {"new_version": version, "abort_all_requests": False})

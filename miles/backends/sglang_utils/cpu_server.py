@@ -4,6 +4,8 @@ SGLang draws by a request's own seed only in deterministic mode, whose attention
 a GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends
 on its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
 
+Its checksums of the weights need no GPU either, but for one line.
+
 With `CPU_MEMORY_SAVER` in its environment it also gives memory back when told to (see `cpu_memory`).
 
 The hooks are registered on import because SGLang's scheduler is a spawned process, which imports the main module again.
@@ -16,7 +18,7 @@ import runpy
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from miles.backends.sglang_utils import cpu_memory
+from miles.backends.sglang_utils import cpu_memory, float32_copies
 from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
 
 SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
@@ -36,6 +38,15 @@ def _freeze_objects(result, scheduler, *args, **kwargs):
     """
     gc.collect()
     gc.freeze()
+
+
+def _checksum(compute, checker):
+    """Around WeightChecker._compute_checksum, which waits for a GPU before it looks at the time."""
+    wait, torch.cuda.synchronize = torch.cuda.synchronize, lambda: None
+    try:
+        return compute(checker)
+    finally:
+        torch.cuda.synchronize = wait
 
 
 def draw(log_probs_RV: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
@@ -62,6 +73,8 @@ HookRegistry.register(
 )
 HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, HookType.REPLACE)
 HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _freeze_objects, HookType.AFTER)
+HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker._compute_checksum", _checksum, HookType.AROUND)
+float32_copies.register()
 if CPU_MEMORY_SAVER in os.environ:
     cpu_memory.register()
 

@@ -1,4 +1,4 @@
-"""`python -m miles.backends.sglang_utils.gpu_server ...`: `sglang.launch_server`, with Megatron hidden from it.
+"""`python -m miles.backends.sglang_utils.gpu_server ...`: `sglang.launch_server` without Megatron, with float32_copies.
 
 SGLang imports Megatron where it is installed, only to read the ranks of a trainer in the same process. The import takes
 seconds, and switches torch_memory_saver to the mode in which CUDA graphs can't be released.
@@ -11,6 +11,10 @@ import sys
 if __name__ in ("__main__", "__mp_main__"):
     assert "megatron" not in sys.modules, "Megatron is imported already"
     sys.modules["megatron"] = None  # importing it raises ImportError, as if it were not installed
+
+    from miles.backends.sglang_utils import float32_copies
+
+    float32_copies.register()
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -10,6 +10,7 @@ The kernel speaks when the parent's *thread* that started the link ends: start i
 
 import ctypes
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import time
 
 import psutil
 
+# SGLang leaves one such file behind for each server that does not end by itself.
+LEFT_BEHIND = "/dev/shm/sglang_loads_"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.1
 # Short, because SGLang, told to end, drains its requests for many seconds; nothing of it is worth saving.
@@ -77,7 +80,11 @@ def _exit_like(code: int) -> None:
 
 
 def _end(server: subprocess.Popen, spare: set[int]) -> int:
-    """End the server, let its helpers clean up, kill the rest of the group but `spare`; returns the server's code."""
+    """End the server, let its helpers clean up, kill the rest of the group but `spare`; returns the server's code.
+
+    Files that it leaves behind in shared memory are removed, if a process of the group still has them open by now.
+    """
+    left_behind = set().union(*map(_left_behind, group_members(os.getpgrp())))
     if server.poll() is None:
         os.killpg(os.getpgrp(), signal.SIGTERM)
         try:
@@ -91,7 +98,18 @@ def _end(server: subprocess.Popen, spare: set[int]) -> int:
             for pid in others:
                 _kill(pid)
         time.sleep(POLL_SECONDS)
+    for path in left_behind:
+        pathlib.Path(path).unlink(missing_ok=True)
     return code
+
+
+def _left_behind(pid: int) -> set[str]:
+    """Files of LEFT_BEHIND that a process has mapped."""
+    try:
+        maps = pathlib.Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()  # ended in the meantime
+    return {line.split()[-1] for line in maps.splitlines() if LEFT_BEHIND in line and not line.endswith("(deleted)")}
 
 
 def _kill(pid: int) -> None:

@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.client import SGLangClient
+from miles.backends.sglang_utils.router import RouterClient
 from miles.config import RunConfig
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.residency.plan import Region
@@ -47,14 +48,18 @@ class RolloutManager:
 
     Args:
         config: the run's configuration.
-        engines: handles of `SGLangEngine` actors, not started; empty where the run needs none.
+        engines: handles of `SGLangEngine` or `ExternalEngine` actors, not started; empty where the run needs none.
+        router: handle of an `SGLangRouter` or `ExternalRouter` actor, not started: it chooses the engine of each
+            sample. Without one each group goes to the engine with the fewest samples in flight.
     """
 
-    def __init__(self, config: RunConfig, engines: list[ActorHandle]) -> None:
+    def __init__(self, config: RunConfig, engines: list[ActorHandle], router: ActorHandle | None = None) -> None:
         self._config = config
         self._engines = engines
+        self._router = router
         self._urls: list[str] = []
         self._clients: list[SGLangClient] = []
+        self._router_client: RouterClient | None = None
         policy = policy_of(config)
         self._movable = frozenset((Region.CUDA_GRAPH, *policy.levels) if policy.offload_rollout else ())
         self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
@@ -66,28 +71,37 @@ class RolloutManager:
         self._memory = RolloutMemory([], self._movable, self.check_engines)
 
     async def start(self) -> None:
-        """Start all engines and wait until they are healthy. If one fails, all are ended and its error is raised.
+        """Start all engines, then the router, and wait until they are healthy. If one fails, all that Miles started is
+        ended and its error is raised.
 
         Where their memory may move, its size is asked for, too.
         """
+        config = self._config
         try:
             self._urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
+            router_url = None if self._router is None else await self._router.start.remote(self._urls)
         except Exception:
-            for engine in self._engines:
-                ray.kill(engine)  # others may still be starting; a server ends with its actor
+            for part in self._parts():
+                ray.kill(part)  # others may still be starting; a server ends with its actor
             raise
-        self._clients = [
-            SGLangClient(
-                url,
-                request_timeout=self._config.rollout_request_timeout,
-                retries=self._config.rollout_request_retries,
-            )
-            for url in self._urls
-        ]
+        limits = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
+        self._clients = [SGLangClient(url, **limits) for url in self._urls]
+        if router_url is not None:
+            self._router_client = RouterClient(router_url, **limits)
         if self._clients:
-            self._generator = GroupGenerator(self._config, self._clients, self._tokenizer, self.check_engines)
+            routed = self._router_client is not None
+            self._generator = GroupGenerator(
+                config,
+                [self._router_client] if routed else self._clients,
+                config.sglang_server_concurrency * (len(self._clients) if routed else 1),
+                self._tokenizer,
+                self.check_engines,
+            )
         self._memory = RolloutMemory(
-            [EngineMemory(f"engine {rank} ({client.url})", client) for rank, client in enumerate(self._clients)],
+            [
+                EngineMemory(f"engine {rank} ({client.url})", client)
+                for rank, client in enumerate(self._clients[: config.num_colocated_engines])
+            ],
             self._movable,
             self.check_engines,
         )
@@ -98,8 +112,8 @@ class RolloutManager:
         return self._urls
 
     async def check_engines(self) -> None:
-        """Raise, with the tail of its log, if an engine has died."""
-        await asyncio.gather(*(engine.check.remote() for engine in self._engines))
+        """Raise, with the tail of its log, if an engine or the router has died."""
+        await asyncio.gather(*(part.check.remote() for part in self._parts()))
 
     async def resolved_config(self) -> RunConfig:
         """The configuration with `num_rollout` set, which `--num-epoch` leaves open until the prompts are counted."""
@@ -211,10 +225,13 @@ class RolloutManager:
         self._data.load_state_dict(json.loads((Path(folder) / DATA_STATE_FILE).read_text()))
 
     async def dispose(self) -> None:
-        """Close connections and end the engines' servers. A second call does nothing."""
-        for client in self._clients:
+        """Close connections and end the servers that Miles started. A second call does nothing."""
+        for client in (*self._clients, *([] if self._router_client is None else [self._router_client])):
             await client.close()
-        await asyncio.gather(*(engine.shutdown.remote() for engine in self._engines))
+        await asyncio.gather(*(part.shutdown.remote() for part in self._parts()))
+
+    def _parts(self) -> list[ActorHandle]:
+        return self._engines if self._router is None else [*self._engines, self._router]
 
     async def _sample_and_reward(self, groups: list[list[Sample]], sampling: Sampling, description: str) -> int:
         """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed."""
@@ -251,8 +268,9 @@ class RolloutManager:
             global_batch_size=config.global_batch_size,
             dp_size=config.data_parallel_size,
             micro_batch_size=config.micro_batch_size,
-            max_tokens=config.max_tokens_per_gpu,
+            max_tokens=config.max_tokens_per_micro_batch,
             per_token_loss=config.calculate_per_token_loss,
+            least_micro_batches=config.least_micro_batches,
         )
         return [ray.put(shard(batch, plan, rank)) for rank in range(config.data_parallel_size)]
 

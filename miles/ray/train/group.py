@@ -65,10 +65,10 @@ class TrainGroup:
 
     async def train(self, rollout_id: int, shards: list[ray.ObjectRef]) -> dict[str, float]:
         """Train on one rollout; `shards` holds one object reference a data-parallel rank. Returns train/* metrics."""
-        ranks_of_shard = self.config.tensor_model_parallel_size
+        ranks_of_shard = self.config.tensor_model_parallel_size * self.config.context_parallel_size
         dp_size = self.config.data_parallel_size
         assert len(shards) == dp_size, f"{len(shards)} shards for {dp_size} data-parallel ranks"
-        # Megatron's rank order is tensor, then data, then pipeline.
+        # Megatron's rank order is tensor, context, data, pipeline.
         per_rank = [shards[rank // ranks_of_shard % dp_size] for rank in range(len(self.ranks))]
         return _merged(await self._all("train", rollout_id, per_rank=per_rank))
 
@@ -135,6 +135,10 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
 def _environment(config: RunConfig) -> dict[str, str]:
     if config.device == "cuda":
         # Megatron needs it for overlapping communication with computation on one queue.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        if config.num_engines > config.num_colocated_engines:
+            # As SGLang sets it in engines: the two ends of a broadcast must share memory in the same way.
+            environment["NCCL_CUMEM_ENABLE"] = "0"
+        return environment
     # Compiling costs minutes on a laptop and buys nothing for small tensors.
     return {"TORCH_COMPILE_DISABLE": "1"}

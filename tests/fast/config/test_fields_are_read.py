@@ -14,6 +14,7 @@ SHAPES_OTHERS = {
     "num_gpus_per_node": "bounds the sizes that must fit on a node",
     "num_steps_per_rollout": "sets global_batch_size",
     "use_dynamic_batch_size": "decides whether max_tokens_per_gpu is given",
+    "max_tokens_per_gpu": "read as max_tokens_per_micro_batch",
     "debug_train_only": "read as needs_engines",
     "debug_rollout_only": "read as needs_trainer",
     "advantage_estimator": "has one value so far",

@@ -58,11 +58,11 @@ def test_values_get_their_types(argv, folder):
         argv(
             "--config run.yaml --sglang-mem-fraction-static 0.3 --sglang-max-running-requests 8 --sglang-dtype float32 "
             "--sglang-disable-cuda-graph --no-sglang-enable-metrics --sglang-context-length 128k "
-            '--sglang-extra-metric-labels {"a":"b"} --sglang-data-parallel-size 2'
+            '--sglang-extra-metric-labels {"a":"b"} --sglang-data-parallel-size 1'
         )
     ).config
     assert config.sglang == {
-        "dp_size": 2,
+        "dp_size": 1,
         "cuda_graph_bs_decode": [1, 2],
         "mem_fraction_static": 0.3,
         "max_running_requests": 8,

@@ -141,10 +141,16 @@ async def test_nothing_is_logged_where_nothing_moves(caplog):
     assert "first_sync: actor caches cleared, engine weights returns, sync" in caplog.text
 
 
-@pytest.mark.parametrize("colocate", [True, False])
-async def test_a_colocated_engine_reads_from_the_ranks_on_its_bundles_and_another_from_the_first(colocate):
-    _, trainer = await started(colocate=colocate, offload_train=False, offload_rollout=False)
-    sources = ([0, 1], [2, 3]) if colocate else ([0, 0], [0, 0])
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        ({"colocate": True}, ([0, 1], [2, 3])),
+        ({"colocate": False}, (None, None)),
+        ({"colocate": True, "actor_num_gpus_per_node": 2}, ([0, 1], None)),
+    ],
+)
+async def test_a_colocated_engine_reads_from_the_ranks_on_its_bundles_and_a_remote_one_from_none(changes, sources):
+    _, trainer = await started(offload_train=False, offload_rollout=False, **changes)
     urls = ("http://first", "http://second")
     targets = [EngineTarget(url, 2, ranks) for url, ranks in zip(urls, sources, strict=True)]
     assert trainer.calls == [("connect", targets), ("update_weights", 1)]

@@ -62,7 +62,7 @@ async def nothing(*_):
 
 
 async def run(config, clients, tokenizer, groups, sampling=None, finish=nothing, check=nothing):
-    generator = GroupGenerator(config, clients, tokenizer, check)
+    generator = GroupGenerator(config, clients, config.sglang_server_concurrency, tokenizer, check)
     await generator.run(groups, sampling or Sampling.for_rollout(config), finish)
     return [sample for group in groups for sample in group]
 

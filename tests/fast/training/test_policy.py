@@ -148,7 +148,9 @@ def run_step(per_token_loss, supervised, **sizes):
         for rows in part.steps[0].micro_batches:
             packed = pack(part.batch, rows, 16, "cpu", old_log_probs=noise, ref_log_probs=noise + 0.1)
             logits_NV = embedding[packed.tokens_T[packed.logit_index_N]]
-            log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, packed.target_N, 0.9, entropy_grad=True)
+            log_probs_N, entropy_N = log_probs_and_entropy(
+                logits_NV, torch.eye(VOCAB), packed.target_N, 0.9, entropy_grad=True
+            )
             if supervised:
                 loss, metrics = compute_sft_loss(log_probs_N, packed)
             else:

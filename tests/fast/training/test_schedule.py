@@ -51,6 +51,14 @@ def test_token_micro_batches_are_within_the_limit_and_equally_many(dp_size, seed
         assert max(loads) - min(loads) <= 100
 
 
+@pytest.mark.parametrize("sizes", [{"micro_batch_size": 8}, {"max_tokens": 100}])
+def test_at_least_so_many_micro_batches(sizes):
+    (step,) = plan(make_batch([3] * 8), dp_size=2, least_micro_batches=3, **sizes)
+    assert [sorted(map(len, rank)) in ([1, 1, 2], [1, 1, 1, 1]) for rank in step.micro_batches] == [True, True]
+    with pytest.raises(ValueError, match="can't be cut into 5 micro-batches a rank; choose at least 10"):
+        plan(make_batch([3] * 8), dp_size=2, least_micro_batches=5, **sizes)
+
+
 def test_first_fit_decreasing():
     (step,) = plan(make_batch([4, 8, 2, 6]), max_tokens=10)
     assert step.micro_batches == [[[1, 2], [0, 3]]]

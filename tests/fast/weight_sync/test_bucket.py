@@ -7,36 +7,24 @@ from collections import namedtuple
 import pytest
 import torch
 
-from miles.weight_sync.bucket import SharedBucket, buckets
+from miles.weight_sync.bucket import empty_bucket, handle
+from miles.weight_sync.gather import views
+from miles.weight_sync.plan import Bucket, Slot
+
+CPU = torch.device("cpu")
 
 
-def sizes(*numbers, dtype=torch.uint8):
-    return [(str(i), torch.zeros(n, dtype=dtype)) for i, n in enumerate(numbers)]
-
-
-@pytest.mark.parametrize(
-    "numbers, expected",
-    [
-        ([], []),
-        ([4, 4], [["0", "1"]]),
-        ([4, 5, 3], [["0"], ["1", "2"]]),
-        ([100], [["0"]]),
-        ([1, 100, 1], [["0"], ["1"], ["2"]]),
-        ([0, 8, 0], [["0", "1", "2"]]),
-    ],
-)
-def test_buckets_of_eight_bytes(numbers, expected):
-    assert [[name for name, _ in bucket] for bucket in buckets(sizes(*numbers), 8)] == expected
-
-
-def test_one_dtype_a_bucket_in_order():
-    tensors = [("a", torch.zeros(2)), ("b", torch.zeros(2).bfloat16()), ("c", torch.zeros(2).bfloat16())]
-    assert [[name for name, _ in bucket] for bucket in buckets(tensors, 100)] == [["a"], ["b", "c"]]
-
-
-def test_a_view_becomes_contiguous():
-    (((_, tensor),),) = buckets([("a", torch.arange(6.0).view(2, 3).t())], 100)
-    assert tensor.is_contiguous() and tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
+def bucket_of(tensors):
+    """The bucket of {name: tensor} and its memory, filled."""
+    slots, start = {}, 0
+    for name, tensor in tensors.items():
+        slots[name] = Slot(name, tuple(tensor.shape), tensor.dtype, start, None)
+        start += slots[name].nbytes
+    bucket = Bucket(0, (), slots, start, start, 0)
+    flat = empty_bucket(start, CPU, shared=True)
+    for name, view in views(bucket, flat).items():
+        view.copy_(tensors[name])
+    return bucket, flat
 
 
 READ = """
@@ -52,19 +40,30 @@ for handle in sys.stdin.read().split():
 
 
 def test_an_unrelated_process_reads_each_handle_once():
-    tensors = [("a", torch.arange(4.0).view(2, 2)), ("b", torch.ones(3)), ("c", torch.tensor(7.0))]
-    (bucket,) = buckets(tensors, 1000)
-    shared = SharedBucket(bucket)
-    handles = f"{shared.handle()}\n{shared.handle()}"
+    """Two dtypes, a view that is not contiguous, an empty tensor."""
+    tensors = {
+        "a": torch.arange(4.0).view(2, 2).t(),
+        "b": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.zeros(0, dtype=torch.bfloat16),
+    }
+    bucket, flat = bucket_of(tensors)
+    handles = f"{handle(bucket, flat)}\n{handle(bucket, flat)}"
+    files = {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")}
+    assert len(files) == 1, "a handle copied the bucket"
     out = subprocess.run([sys.executable, "-c", READ], input=handles, capture_output=True, text=True, timeout=100)
-    lines = ["a torch.float32 [[0.0, 1.0], [2.0, 3.0]]", "b torch.float32 [1.0, 1.0, 1.0]", "c torch.float32 7.0"]
+    lines = ["a torch.float32 [[0.0, 2.0], [1.0, 3.0]]", "b torch.bfloat16 [1.0, 1.0, 1.0]", "c torch.bfloat16 []"]
     assert out.stdout.splitlines() == lines * 2, out.stderr[-2000:]
-    del shared
-    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")] == []
+    del flat
+    assert not files & set(os.listdir("/dev/shm"))
 
 
 def test_too_little_shared_memory_is_said(monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(3))
     with pytest.raises(ValueError, match="--update-weight-buffer-size"):
-        SharedBucket(sizes(4))
+        empty_bucket(4, CPU, shared=True)
+    assert empty_bucket(4, CPU, shared=False).nbytes == 4
+
+
+def test_a_bucket_of_nothing():
+    assert empty_bucket(0, CPU, shared=True).nbytes == 0

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,20 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, load_into
+from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
 from miles.weight_sync.export import save_hf
-from miles.weight_sync.gather import ParallelInfo, hf_tensors, live, make_plan
-from tests.fast.weight_sync.conftest import StageModel, fall_asleep, no_group
+from miles.weight_sync.gather import Gatherer, hf_tensors, live, views
+from miles.weight_sync.live_bytes import LiveBytes
+from miles.weight_sync.plan import make_plan
+from tests.fast.weight_sync.conftest import (
+    ExpertFamily,
+    StageModel,
+    alone,
+    expert_checkpoint,
+    expert_chunk,
+    fall_asleep,
+    grid,
+)
 
 
 def make_checkpoint(folder, tied=False):
@@ -38,11 +49,16 @@ def make_checkpoint(folder, tied=False):
 
 
 def loaded_stage(folder, parallel, dtype=torch.bfloat16):
+    """The stage's model with the checkpoint's values, cut as its family's layouts cut them."""
     config = load_hf_config(folder)
-    stage, layers = parallel.pp_rank, parallel.stage_layers[parallel.pp_rank]
-    first, last = stage == 0, stage == parallel.pp_size - 1
+    index, (layers,) = CheckpointIndex(folder), parallel.chunk_layers[parallel.pp_rank]
+    first, last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
     model = StageModel(config, layers, first, last, parallel.tp_size, dtype)
-    load_into(model, family_for(config), config, folder, layers, parallel.tp_rank, parallel.tp_size, first, last)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for entry in family_for(config).entries(config, layers, first, last):
+            tensors = [index.read(name) for name in entry.hf_names]
+            parameters[entry.megatron_name].copy_(entry.kind.split(tensors, parallel.tp_rank, parallel.tp_size))
     return model, config
 
 
@@ -50,73 +66,132 @@ def check_gathered(folder, parallel):
     model, config = loaded_stage(folder, parallel)
     index = CheckpointIndex(folder)
     for read in (lambda _: live, fall_asleep):
-        gathered = list(hf_tensors(model, family_for(config), config, parallel, index, read(model)))
-        assert sorted(name for name, _ in gathered) == sorted(index.files)
-        for name, tensor in gathered:
+        gathered = {}
+        for name, tensor in hf_tensors([model], family_for(config), config, parallel, index, read(model)):
+            assert name not in gathered
+            gathered[name] = tensor.clone()
+        assert gathered.keys() == index.files.keys()
+        for name, tensor in gathered.items():
             assert torch.equal(tensor, index.read(name)), name
 
 
-def one_process(layers=3):
-    return ParallelInfo(0, 1, no_group, 0, 1, no_group, [range(layers)])
-
-
-def main(rank, world_size, store, tp_size, root):
+def main(rank, world_size, store, root, *sizes):
+    """sizes: as `tp=2`. What every rank gathers of ExpertFamily, awake and asleep, within the memory it may take."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    pp_size = world_size // tp_size
-    tp_rank, stage = rank % tp_size, rank // tp_size
-    groups = {}
+    sizes = {name: int(value) for name, value in (size.split("=") for size in sizes)}
+    parallel = grid(dist.new_group, rank, world_size, **sizes)
+    if not {"ep", "etp", "chunks"} & sizes.keys():
+        for folder in (root / "untied", root / "tied"):
+            check_gathered(folder, grid(dist.new_group, rank, world_size, **sizes, layers=3))
+        tied = grid(dist.new_group, rank, world_size, **sizes, layers=3)
+        model, config = loaded_stage(root / "tied", tied)
+        save_hf(root / "export", [model], family_for(config), config, tied, root / "tied", is_writer=rank == 0)
+        dist.barrier()
+    index, config = CheckpointIndex(root / "experts"), load_hf_config(root / "experts")
+    chunks = [expert_chunk(index, parallel, n) for n in range(len(parallel.chunk_layers[0]))]
+    order = make_plan(ExpertFamily(), config, alone(4), index).shapes
+    for limit in (12_000, 200_000):
+        gatherer = Gatherer(chunks, ExpertFamily(), config, parallel, index, limit, copies=True)
+        assert list(gatherer.plan.shapes) == list(order)
+        assert (len(gatherer.buckets) > 4) == (limit == 12_000)
+        for asleep in (False, True):
+            read = fall_asleep(*chunks) if asleep else live
+            gathered = {}
+            for bucket in gatherer.buckets:
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                gatherer.fill(bucket, flat, read, everywhere=True)
+                gathered |= {name: tensor.clone() for name, tensor in views(bucket, flat).items()}
+            assert sorted(gathered) == sorted(index.files)
+            for name, tensor in gathered.items():
+                assert torch.equal(tensor, index.read(name)) and tensor.dtype == index.read(name).dtype, name
+        chunks = [expert_chunk(index, parallel, n) for n in range(len(parallel.chunk_layers[0]))]
+    if parallel.pp_size == 1:
+        fail_to_read(rank, gatherer, expert_chunk(index, parallel, 0))
 
-    def make_groups():
-        tp_groups = [dist.new_group(range(s * tp_size, (s + 1) * tp_size)) for s in range(pp_size)]
-        pp_groups = [dist.new_group(range(t, world_size, tp_size)) for t in range(tp_size)]
-        groups.update(tp=tp_groups[stage], pp=pp_groups[tp_rank])
 
-    stages = [range(3)] if pp_size == 1 else [range(0, 2), range(2, 3)]
-    parallel = ParallelInfo(
-        tp_rank,
-        tp_size,
-        (lambda: groups["tp"]) if tp_size > 1 else no_group,
-        stage,
-        pp_size,
-        (lambda: groups["pp"]) if pp_size > 1 else no_group,
-        stages,
-    )
-    for folder in (root / "untied", root / "tied"):
-        # The groups that it asks for are those of now.
-        make_groups()
-        check_gathered(folder, parallel)
-    model, config = loaded_stage(root / "tied", parallel)
-    save_hf(root / "export", model, family_for(config), config, parallel, root / "tied", is_writer=rank == 0)
-    dist.barrier()
+def fail_to_read(rank, gatherer, chunk):
+    """One rank of the group can't read one parameter: it says so, and the others' calls come to their end."""
+    broken = chunk.get_parameter("decoder.layers.1.q_a")
+
+    def read(parameter):
+        if rank == 1 and parameter is broken:
+            raise OSError("injected")
+        return parameter.detach()
+
+    parameters = dict(chunk.named_parameters())
+    for planned, own in gatherer.own.items():
+        own[:] = [parameters[planned.entry.megatron_name.format(expert)] for expert in range(len(own))]
+    failures = []
+    for bucket in gatherer.buckets:
+        try:
+            gatherer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8), read, everywhere=True)
+        except RuntimeError as error:
+            failures.append(str(error))
+    assert failures == (["decoder.layers.1.q_a could not be read: injected"] if rank == 1 else [])
 
 
-@pytest.mark.parametrize("tp_size, pp_size", [(2, 1), (1, 2), (2, 2)])
-def test_every_rank_gets_every_tensor(run_ranks, tmp_path, tp_size, pp_size):
+@pytest.mark.parametrize(
+    "world_size, sizes",
+    [
+        (2, "tp=2"),
+        (2, "ep=2 etp=1 tp=2"),
+        (2, "tp=1 ep=1 etp=2"),
+        (4, "tp=2 pp=2"),
+        (4, "ep=2 etp=2 tp=2"),
+        (4, "ep=4"),
+        (4, "pp=2 ep=2 chunks=2"),
+    ],
+)
+def test_every_rank_gets_every_tensor(run_ranks, tmp_path, world_size, sizes):
     make_checkpoint(tmp_path / "untied")
     make_checkpoint(tmp_path / "tied", tied=True)
-    run_ranks(__file__, tp_size * pp_size, str(tp_size), str(tmp_path))
+    expert_checkpoint(tmp_path / "experts")
+    run_ranks(__file__, world_size, str(tmp_path), *sizes.split())
+    if not (tmp_path / "export").exists():
+        return
     exported, source = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("export", "tied"))
     assert exported.dtype == source.dtype == torch.bfloat16
     for (name, value), expected in zip(exported.state_dict().items(), source.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("sizes", [dict(), dict(tp_size=2), dict(etp_size=2), dict(tp_size=2, etp_size=2)])
+def test_a_bucket_and_its_making_stay_within_the_limit(tmp_path, monkeypatch, sizes, asleep):
+    """With a stand-in for the gather of two ranks: gloo's thread lets go of a call's tensors only after its end."""
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda shards, own, group: shards.view(2, -1).copy_(own.expand(2, -1))
+    )
+    config, index = expert_checkpoint(tmp_path / "experts"), CheckpointIndex(tmp_path / "experts")
+    parallel = replace(alone(4), **sizes, tp_group=lambda: None, etp_group=lambda: None)
+    chunk = expert_chunk(index, parallel, 0)
+    gatherer = Gatherer([chunk], ExpertFamily(), config, parallel, index, 12_000, copies=asleep)
+    read = fall_asleep(chunk) if asleep else live
+    assert len(gatherer.buckets) > 4
+    for bucket in gatherer.buckets:
+        with LiveBytes() as counted:
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            gatherer.fill(bucket, flat, read, everywhere=True)
+        assert bucket.nbytes <= counted.peak <= bucket.nbytes + bucket.scratch
+        assert 2 * bucket.capacity + bucket.scratch <= 24_000
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_process_needs_no_groups(tmp_path, tied):
-    check_gathered(make_checkpoint(tmp_path / "source", tied), one_process())
+    check_gathered(make_checkpoint(tmp_path / "source", tied), alone(3))
 
 
 def test_touching_a_sleeping_parameter_would_be_noticed(tmp_path):
     folder = make_checkpoint(tmp_path / "source")
-    model, config = loaded_stage(folder, one_process())
+    model, config = loaded_stage(folder, alone(3))
     fall_asleep(model)
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
-        next(hf_tensors(model, family_for(config), config, one_process(), CheckpointIndex(folder), live))
+        next(hf_tensors([model], family_for(config), config, alone(3), CheckpointIndex(folder), live))
 
 
 def test_what_was_read_is_dropped(tmp_path):
     folder = make_checkpoint(tmp_path / "source")
-    model, config = loaded_stage(folder, one_process())
+    model, config = loaded_stage(folder, alone(3))
     given = []
 
     def read(parameter):
@@ -125,26 +200,25 @@ def test_what_was_read_is_dropped(tmp_path):
         given.append(weakref.ref(copy.untyped_storage()))
         return copy
 
-    for _, tensor in hf_tensors(model, family_for(config), config, one_process(), CheckpointIndex(folder), read):
+    for _, tensor in hf_tensors([model], family_for(config), config, alone(3), CheckpointIndex(folder), read):
         del tensor
     assert len(given) == len(list(model.parameters()))
 
 
 def test_a_tied_head_is_given_only_where_the_checkpoint_lists_it(tmp_path):
     folder = make_checkpoint(tmp_path / "source", tied=True)
-    model, config = loaded_stage(folder, one_process())
+    model, config = loaded_stage(folder, alone(3))
     weights = {name: CheckpointIndex(folder).read(name).clone() for name in CheckpointIndex(folder).files}
     assert "lm_head.weight" not in weights
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors")
-    gathered = dict(hf_tensors(model, family_for(config), config, one_process(), CheckpointIndex(folder), live))
-    assert gathered.keys() == weights.keys()
-    assert torch.equal(gathered["lm_head.weight"], weights["lm_head.weight"])
+    gathered = dict(hf_tensors([model], family_for(config), config, alone(3), CheckpointIndex(folder), live))
+    assert torch.equal(gathered["lm_head.weight"], gathered["model.embed_tokens.weight"])
 
 
-def test_all_is_checked_before_the_first_tensor(tmp_path):
+def test_a_difference_is_refused_before_anything_is_given(tmp_path):
     folder = make_checkpoint(tmp_path / "source")
-    model, config = loaded_stage(folder, one_process())
+    model, config = loaded_stage(folder, alone(3))
     family, index = family_for(config), CheckpointIndex(folder)
     del index.files["model.norm.weight"]
     index.shapes["model.layers.0.mlp.up_proj.weight"] = (1, 2)
@@ -152,13 +226,23 @@ def test_all_is_checked_before_the_first_tensor(tmp_path):
     with pytest.raises(
         ValueError, match="missing: model.norm.weight; not of this model: other; other shapes: .*up_proj"
     ):
-        hf_tensors(model, family, config, one_process(), index, live)
+        hf_tensors([model], family, config, alone(3), index, live)
     with pytest.raises(ValueError, match="missing: model.norm.weight"):
-        make_plan(family, config, [range(3)], index)
+        make_plan(family, config, alone(3), index)
     del model.decoder.layers._modules["2"]
     with pytest.raises(ValueError, match="values without a parameter: decoder.layers.2"):
-        hf_tensors(model, family, config, one_process(), CheckpointIndex(folder), live)
+        hf_tensors([model], family, config, alone(3), CheckpointIndex(folder), live)
+
+
+def test_nothing_to_send_is_refused(tmp_path):
+    class Empty(ExpertFamily):
+        def entries(self, *_):
+            return []
+
+    config = expert_checkpoint(tmp_path / "experts")
+    with pytest.raises(ValueError, match="Empty lists no weights at all"):
+        make_plan(Empty(), config, alone(4), CheckpointIndex(tmp_path / "experts"))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:])

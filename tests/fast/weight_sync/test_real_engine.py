@@ -1,6 +1,7 @@
-"""All weights of a perturbed model into a real SGLang server, then its log-probabilities against transformers'."""
+"""All weights of a perturbed model into real SGLang servers, then their log-probabilities against transformers'."""
 
 import asyncio
+import logging
 import os
 from datetime import timedelta
 
@@ -15,9 +16,12 @@ from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.weight_sync.gather import ParallelInfo, live
+from miles.weight_sync import check
+from miles.weight_sync.gather import live
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import StageModel, no_group
+from tests.fast.weight_sync.conftest import StageModel, alone
+
+TENSORS = 2 * 11 + 2
 
 
 @pytest.fixture
@@ -38,15 +42,31 @@ def perturbed(folder, seed):
     return folder.with_name(folder.name + f"-{seed}")
 
 
-def updater_of(weights_folder, checkpoint, url, group):
+def updater_of(weights_folder, checkpoint, engines, group, **changes):
     config = load_hf_config(checkpoint)
-    family, layers = family_for(config), range(config.num_hidden_layers)
-    model = StageModel(config, layers)
-    load_into(model, family, config, weights_folder, layers, 0, 1, True, True)
-    parallel = ParallelInfo(0, 1, no_group, 0, 1, no_group, [layers])
-    engines = [EngineTarget(url, 1, [0])]
-    minute = timedelta(minutes=1)
-    return WeightUpdater(model, family, config, parallel, checkpoint, engines, 0, group, 100_000, True, minute)
+    family, layers = family_for(config), config.num_hidden_layers
+    model = StageModel(config, range(layers))
+    load_into([model], family, config, weights_folder, alone(layers))
+    options = dict(
+        address="127.0.0.1",
+        buffer_size=100_000,
+        reads_copy=False,
+        flush_cache=True,
+        pause_mode="retract",
+        transfer_mode="broadcast",
+        disk_folder=None,
+        check_equal=False,
+        timeout=timedelta(minutes=1),
+    )
+    return WeightUpdater([model], family, config, alone(layers), checkpoint, engines, 0, group, **options | changes)
+
+
+def local(url):
+    return [EngineTarget(url, 1, [0])]
+
+
+def remote(url):
+    return [EngineTarget(url, 1, None)]
 
 
 async def generate(url):
@@ -76,21 +96,29 @@ def open_things():
     return len(shared), sum(process.num_fds() for process in processes)
 
 
-def test_an_update_reaches_every_weight_and_leaves_nothing_behind(engine_server, tiny_checkpoint, group):
-    async def version():
+@pytest.fixture
+def server(engine_server, tiny_checkpoint, group):
+    """The shared server, which has its own weights and version again afterwards."""
+
+    async def version(text=None):
         async with SGLangClient(engine_server) as client:
+            if text is not None:
+                await client.update_weight_version(text)
             return (await client.model_info())["weight_version"]
 
-    async def set_version(text):
-        async with SGLangClient(engine_server) as client:
-            await client.update_weight_version(text)
-
     before = asyncio.run(version())
+    yield engine_server
+    updater_of(tiny_checkpoint, tiny_checkpoint, local(engine_server), group).update(99, live)
+    check_log_probs(engine_server, tiny_checkpoint, "99")
+    asyncio.run(version(before))
+
+
+def test_an_update_reaches_every_weight_and_leaves_nothing_behind(server, tiny_checkpoint, group):
     other = perturbed(tiny_checkpoint, 1)
-    updater = updater_of(other, tiny_checkpoint, engine_server, group)
+    updater = updater_of(other, tiny_checkpoint, local(server), group)
     metrics = updater.update(1, live)
-    assert metrics["perf/update_weights_tensors"] == 2 * 11 + 2
-    check_log_probs(engine_server, other, "1")
+    assert metrics["perf/update_weights_tensors"] == TENSORS
+    check_log_probs(server, other, "1")
 
     updater.update(2, live)
     shared_before, files_before = open_things()
@@ -99,13 +127,87 @@ def test_an_update_reaches_every_weight_and_leaves_nothing_behind(engine_server,
     shared_after, files_after = open_things()
     # A connection more or less may be closing; a leak would be one a bucket.
     assert shared_before == shared_after and files_after <= files_before + 5
-    check_log_probs(engine_server, other, "22")
-
-    updater_of(tiny_checkpoint, tiny_checkpoint, engine_server, group).update(23, live)
-    check_log_probs(engine_server, tiny_checkpoint, "23")
-    asyncio.run(set_version(before))
+    check_log_probs(server, other, "22")
 
 
+@pytest.mark.parametrize("mode", ["broadcast", "disk"])
+def test_a_remote_engine(server, tiny_checkpoint, group, tmp_path, mode):
+    other = perturbed(tiny_checkpoint, 3)
+    changes = dict(transfer_mode=mode, disk_folder=str(tmp_path) if mode == "disk" else None)
+    updater = updater_of(other, tiny_checkpoint, remote(server), group, **changes)
+    updater.update(1, live)
+    check_log_probs(server, other, "1")
+    updater.update(2, lambda parameter: parameter.detach() * 0)
+    updater.update(3, live)
+    check_log_probs(server, other, "3")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_request_that_runs_meanwhile(server, tiny_checkpoint, group, mode, caplog):
+    """It is ended, or goes on, and then the cache keeps old prefixes until an update finds the engine idle."""
+    other = perturbed(tiny_checkpoint, 4)
+    updater = updater_of(other, tiny_checkpoint, local(server), group, pause_mode=mode)
+    length = 250
+
+    async def straddle():
+        async with SGLangClient(server) as client:
+            sampling = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
+            running = asyncio.create_task(client.generate([list(b"straddles")], [sampling]))
+            while not await client.running_requests():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(updater.update, 1, live)
+            (answer,) = await running
+            return answer
+
+    with caplog.at_level(logging.WARNING):
+        answer = asyncio.run(straddle())
+    reason = answer["meta_info"]["finish_reason"]["type"]
+    assert reason == ("abort" if mode == "abort" else "length")
+    assert mode == "abort" or len(answer["output_ids"]) == length
+    assert ("goes on with 1 requests after the update" in caplog.text) == (mode != "abort")
+    if mode != "abort":
+        updater.update(2, live)
+    check_log_probs(server, other, "1" if mode == "abort" else "2")
+
+
+def test_the_check_finds_a_tensor_that_an_update_does_not_write(server, tiny_checkpoint, group, caplog, monkeypatch):
+    updater = updater_of(tiny_checkpoint, tiny_checkpoint, local(server), group, check_equal=True)
+    with caplog.at_level(logging.INFO):
+        updater.update(1, live)
+    # Of a layer's tensors q, k and v are one in the engine, and so are gate and up.
+    assert f"all {2 * 8 + 2} tensors of {server} are overwritten" in caplog.text
+    assert "13 of them were compared with what was sent and are bit-equal" in caplog.text
+
+    updater = updater_of(tiny_checkpoint, tiny_checkpoint, local(server), group, check_equal=True)
+    monkeypatch.setattr(check, "tensor_hash", lambda tensor: "0")
+    with pytest.raises(
+        RuntimeError, match=f"tensors of {server} are not what was sent: model.layers.0.input_layernorm.weight"
+    ):
+        updater.update(2, live)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_beside_a_colocated_one(server, tiny_checkpoint, group, engine_config, tmp_path, caplog):
+    """Over shared memory, then remote in one update with the other, each compared tensor by tensor."""
+    changes = {"rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2, "run_dir": str(tmp_path)}
+    engine = SGLangEngine(engine_config.model_copy(update=changes), 1, [])
+    try:
+        url = engine.start()
+        for version, sources in enumerate(([0, 0], None), 1):
+            other = perturbed(tiny_checkpoint, 5 + version)
+            engines = [EngineTarget(url, 2, sources), *local(server)]
+            with caplog.at_level(logging.INFO):
+                updater_of(other, tiny_checkpoint, engines, group, check_equal=True).update(version, live)
+            assert f"all {2 * (2 * 8 + 2)} tensors of {url} are overwritten" in caplog.text
+            for each in (url, server):
+                check_log_probs(each, other, str(version))
+            caplog.clear()
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.slow  # test_sglang_loaders.py shows every family's names to SGLang's loaders
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_other_families(family, tmp_path, engine_config, group):
     folder = tmp_path / family
@@ -123,7 +225,7 @@ def test_other_families(family, tmp_path, engine_config, group):
     engine = SGLangEngine(config, 0, [])
     try:
         url = engine.start()
-        updater_of(other := perturbed(folder, 2), folder, url, group).update(1, live)
+        updater_of(other := perturbed(folder, 2), folder, local(url), group).update(1, live)
         check_log_probs(url, other, "1")
     finally:
         engine.shutdown()

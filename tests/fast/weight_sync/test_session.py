@@ -1,9 +1,10 @@
 import contextlib
+import logging
 
 import pytest
 
 from miles.backends.sglang_utils.client import SGLangError
-from miles.weight_sync.session import UpdateSession
+from miles.weight_sync.session import UpdateSession, delivery
 
 
 class FakeClient:
@@ -11,8 +12,8 @@ class FakeClient:
 
     url = "http://engine"
 
-    def __init__(self, *failing):
-        self.failing, self.calls = failing, []
+    def __init__(self, *failing, running=0):
+        self.failing, self.calls, self.running = failing, [], running
 
     async def _call(self, name, *arguments):
         self.calls.append(" ".join([name, *arguments]))
@@ -21,6 +22,10 @@ class FakeClient:
 
     async def pause(self, mode):
         await self._call("pause", mode)
+
+    async def running_requests(self):
+        await self._call("running_requests")
+        return self.running
 
     async def flush_cache(self):
         await self._call("flush_cache")
@@ -38,21 +43,43 @@ class FakeClient:
         await self._call("close")
 
 
-async def run(client, buckets, names=("a", "b", "c"), flush_cache=True):
-    session = UpdateSession(client, names, version=3, flush_cache=flush_cache)
+async def run(client, buckets, names=("a", "b", "c"), flush_cache=True, mode="abort"):
+    session = UpdateSession(client, names, version=3, flush_cache=flush_cache, pause_mode=mode)
     try:
         await session.open()
         for bucket in buckets:
-            await session.send(bucket, client.deliver())
+            await delivery(client.url, bucket, client.deliver())
+            session.sent(bucket)
         await session.finish()
     finally:
         await session.release()
 
 
-async def test_order_of_an_update():
+AFTER = ["deliver", "deliver", "version 3", "continue_", "close"]
+
+
+@pytest.mark.parametrize(
+    "mode, before",
+    [
+        ("abort", ["pause abort", "flush_cache"]),
+        ("retract", ["running_requests", "flush_cache", "pause retract"]),
+        ("in_place", ["running_requests", "flush_cache", "pause in_place"]),
+    ],
+)
+async def test_order_of_an_update(mode, before):
     client = FakeClient()
-    await run(client, [["a", "b"], ["c"]])
-    assert client.calls == ["pause abort", "flush_cache", "deliver", "deliver", "version 3", "continue_", "close"]
+    await run(client, [["a", "b"], ["c"]], mode=mode)
+    assert client.calls == before + AFTER
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_cache_in_use_is_not_flushed_in_silence(mode, caplog):
+    """SGLang answers 400 then, and an update that is told to flush ends it."""
+    client = FakeClient(running=2)
+    with caplog.at_level(logging.WARNING):
+        await run(client, [["a", "b"], ["c"]], mode=mode)
+    assert client.calls == ["running_requests", f"pause {mode}", *AFTER]
+    assert f"goes on with 2 requests after the update (--pause-generation-mode {mode})" in caplog.text
 
 
 @pytest.mark.parametrize("failing", [None, "pause", "deliver", "version"])

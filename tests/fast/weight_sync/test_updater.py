@@ -2,81 +2,33 @@
 
 import json
 import sys
-import threading
+import time
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
-from miles.backends.megatron_utils.hf import family_for, load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import load_into
-from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.weight_sync.gather import ParallelInfo, live
+from miles.backends.megatron_utils.hf import load_hf_config
+from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.weight_sync.gather import live
+from miles.weight_sync.live_bytes import LiveBytes
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import StageModel, fall_asleep, no_group
+from tests.fast.weight_sync.conftest import ExpertFamily, expert_checkpoint, expert_chunk, fall_asleep, grid
+from tests.fast.weight_sync.fake_engine import Engine
 
-MINUTE = timedelta(minutes=1)
-
-
-class Engine:
-    """An HTTP server with the calls of an update: opens every rank's bucket and records the calls.
-
-    received: for each rank {name: tensor}. fail_on: path whose calls answer 400.
-    """
-
-    def __init__(self, tp_size, fail_on=None):
-        self.calls, self.received, self.version = [], [{} for _ in range(tp_size)], None
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                path = self.path.split("?")[0]
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-                engine.calls.append(path)
-                status = 400 if path == fail_on else 200
-                if status == 200:
-                    engine.take(path, body)
-                answer = json.dumps({"success": True}).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def take(self, path, body):
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        if path == "/update_weights_from_tensor":
-            assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
-            for received, handle in zip(self.received, body["serialized_named_tensors"], strict=True):
-                bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(handle))
-                received.update({name: tensor.clone() for name, tensor in bucket.reconstruct_tensors()})
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+LIMIT = 20_000  # of some 55,000 bytes
 
 
 @pytest.fixture
 def make_engine():
     engines = []
 
-    def make(tp_size=1, fail_on=None):
-        engines.append(Engine(tp_size, fail_on))
+    def make(*args, **kwargs):
+        engines.append(Engine(*args, **kwargs))
         return engines[-1]
 
     yield make
@@ -86,104 +38,244 @@ def make_engine():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=2, head_dim=8, intermediate_size=64)
+    expert_checkpoint(tmp_path / "model")
     return tmp_path / "model"
 
 
-def main(rank, world_size, store, folder, buffer_size, expected_error, *targets):
-    """TP 2. A target is a URL and its source ranks, as `URL=0,1`."""
+def target(engine, sources=None):
+    """What EngineTarget takes; a remote engine has no sources."""
+    return [engine.url, len(engine.received), sources]
+
+
+def build(folder, parallel, rank, targets, limit=LIMIT, **changes):
+    chunks = [expert_chunk(CheckpointIndex(folder), parallel, n) for n in range(len(parallel.chunk_layers[0]))]
+    options = dict(
+        address="127.0.0.1",
+        buffer_size=limit,
+        reads_copy=True,
+        flush_cache=True,
+        pause_mode="retract",
+        transfer_mode="broadcast",
+        disk_folder=None,
+        check_equal=False,
+        timeout=timedelta(minutes=1),
+    )
+    return WeightUpdater(
+        chunks,
+        ExpertFamily(),
+        load_hf_config(folder),
+        parallel,
+        folder,
+        [EngineTarget(*each) for each in targets],
+        rank,
+        dist.group.WORLD,
+        **options | changes,
+    ), chunks
+
+
+@pytest.fixture
+def one_process(checkpoint):
+    """Makes the updater of a trainer of one rank: `one_process(targets, ...)`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield lambda targets, **changes: build(checkpoint, grid(lambda _: None, 0, 1), 0, targets, **changes)
+    dist.destroy_process_group()
+
+
+def main(rank, world_size, store, folder, task):
+    """task: {sizes, targets, updates: [[error or "", changes]]}; one update each, of weights times the version."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    config = load_hf_config(folder)
-    family = family_for(config)
-    parallel = ParallelInfo(rank, world_size, lambda: dist.group.WORLD, 0, 1, no_group, [range(2)])
-    model = StageModel(config, range(2), True, True, world_size)
-    load_into(model, family, config, folder, range(2), rank, world_size, True, True)
-    engines = [
-        EngineTarget(url, len(ranks.split(",")), [int(r) for r in ranks.split(",")])
-        for url, ranks in (target.split("=") for target in targets)
-    ]
-
-    def updater(flush_cache):
-        group, size = dist.group.WORLD, int(buffer_size)
-        return WeightUpdater(model, family, config, parallel, folder, engines, rank, group, size, flush_cache, MINUTE)
-
-    try:
-        metrics = updater(flush_cache=True).update(7, live)
-    except RuntimeError as error:
-        assert expected_error and expected_error in str(error), error
-    else:
-        assert not expected_error and metrics["perf/update_weights_tensors"] == 2 + 2 * 11
-        # Again while the trainer sleeps and the engines' caches are away, with other values.
-        read = fall_asleep(model)
-        updater(flush_cache=False).update(8, lambda parameter: 2 * read(parameter))
-        fail_to_read(rank, config, family, folder, engines)
-    dist.barrier()
+    task = json.loads(task)
+    parallel = grid(dist.new_group, rank, world_size, **task["sizes"])
+    updater, chunks = build(folder, parallel, rank, task["targets"], **task["changes"])
+    for version, expected in enumerate(task["updates"], 1):
+        # The last one is from the sleep.
+        read = fall_asleep(*chunks) if version == len(task["updates"]) else live
+        started, error = time.monotonic(), ""
+        try:
+            updater.update(version, lambda parameter, read=read, version=version: read(parameter) * version)
+        except RuntimeError as failure:
+            error = str(failure)
+        assert expected in error and bool(expected) == bool(error), error
+        assert time.monotonic() - started < 30, "it took the timeout of a group"
+        dist.barrier()
 
 
-def fail_to_read(rank, config, family, folder, engines):
-    """Two data-parallel ranks, of which one can't read its weights, as from a broken disk: both say so."""
-    model = StageModel(config, range(2), True, True, 1)
-    alone = ParallelInfo(0, 1, no_group, 0, 1, no_group, [range(2)])
-    updater = WeightUpdater(
-        model, family, config, alone, folder, engines, rank, dist.group.WORLD, 100_000, True, MINUTE
-    )
-
-    def read(parameter):
-        if rank == 1:
-            raise OSError("injected")
-        return parameter.detach()
-
-    with pytest.raises(RuntimeError, match="the weight update failed: trainer rank 1: injected"):
-        updater.update(9, read)
+def run(run_ranks, world_size, folder, targets, updates=("",), sizes=None, **changes):
+    task = {"sizes": sizes or {}, "targets": targets, "updates": updates, "changes": changes}
+    run_ranks(__file__, world_size, str(folder), json.dumps(task))
 
 
-def weights(folder):
-    tensors = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    tensors.pop("lm_head.weight")
-    return tensors
+def check(engine, folder, factor):
+    index = CheckpointIndex(folder)
+    for received in engine.received:
+        assert received.keys() == index.files.keys()
+        for name, tensor in received.items():
+            expected = index.read(name)
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected * factor), name
 
 
-def test_each_rank_of_each_engine_gets_every_weight(run_ranks, make_engine, checkpoint):
-    shared, one, two = make_engine(2), make_engine(), make_engine(2)
-    targets = [f"{shared.url}=0,1", f"{one.url}=1", f"{two.url}=0,0"]
-    run_ranks(__file__, 2, str(checkpoint), "20000", "", *targets)
-    expected = weights(checkpoint)
-    for engine in (shared, one, two):
-        assert engine.version == "8"
-        sends = engine.calls.count("/update_weights_from_tensor")
-        assert sends > 6
-        assert [call for call in engine.calls if call != "/update_weights_from_tensor"] == [
-            "/pause_generation",
-            "/flush_cache",
-            "/update_weight_version",
-            "/continue_generation",
-            "/pause_generation",
-            "/update_weight_version",
-            "/continue_generation",
-            # The one that a rank could not read.
-            "/pause_generation",
-            "/flush_cache",
-            "/continue_generation",
-        ]
-        for received in engine.received:
-            assert received.keys() == expected.keys()
-            assert all(torch.equal(received[name], 2 * expected[name]) for name in expected)
+OPEN = ["/v1/loads", "/flush_cache", "/pause_generation"]
+CLOSE = ["/update_weight_version", "/continue_generation"]
 
 
-def test_all_ranks_hear_of_one_engines_failure_and_all_engines_continue(run_ranks, make_engine, checkpoint):
-    good, bad = make_engine(), make_engine(fail_on="/update_weights_from_tensor")
-    run_ranks(
-        __file__,
+def test_colocated_and_remote_engines_in_one_update(run_ranks, make_engine, checkpoint):
+    shared, one, two, remote, another = make_engine(2), make_engine(), make_engine(2), make_engine(), make_engine()
+    targets = [target(shared, [0, 1]), target(one, [1]), target(two, [0, 0]), target(remote), target(another)]
+    run(run_ranks, 2, checkpoint, targets, ["", ""], dict(tp=2), flush_cache=False)
+    for engine in (shared, one, two, remote, another):
+        assert engine.version == "2" and engine.pauses == ["retract"] * 2
+        check(engine, checkpoint, 2)
+        sends = [call for call in engine.calls if call.startswith("/update_weights_from")]
+        assert len(sends) == len(engine.batches) >= 4 and len(set(sends)) == 1
+        # The caches of colocated engines are away; the group of the remote ones is made once.
+        before = OPEN if engine in (remote, another) else OPEN[2:]
+        join = ["/init_weights_update_group"] if engine in (remote, another) else []
+        assert [call for call in engine.calls if call not in sends] == before + join + CLOSE + before + CLOSE
+
+
+@pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=2, ep=2, chunks=2)])
+def test_a_group_a_pipeline_stage(run_ranks, make_engine, checkpoint, sizes):
+    engine = make_engine()
+    run(run_ranks, 2 * sizes.get("ep", 1), checkpoint, [target(engine)], sizes=sizes)
+    check(engine, checkpoint, 1)
+    assert sorted(name[:10] for name in engine.groups) == ["miles-pp_0", "miles-pp_1"]
+
+
+def test_through_a_folder(run_ranks, make_engine, checkpoint, tmp_path):
+    local, remote = make_engine(), make_engine()
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    run(
+        run_ranks,
         2,
-        str(checkpoint),
-        "20000",
-        f"trainer rank 1: {bad.url} did not take",
-        f"{good.url}=0",
-        f"{bad.url}=1",
+        checkpoint,
+        [target(local, [1]), target(remote)],
+        ["", ""],
+        dict(pp=2),
+        transfer_mode="disk",
+        disk_folder=str(folder),
     )
+    for engine in (local, remote):
+        assert engine.version == "2"
+        check(engine, checkpoint, 2)
+    assert remote.calls.count("/update_weights_from_disk") == 2 and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["local", "remote", "disk"])
+def test_all_ranks_hear_of_one_engines_failure_and_all_engines_continue(
+    run_ranks, make_engine, checkpoint, tmp_path, kind
+):
+    path = {"local": "tensor", "remote": "distributed", "disk": "disk"}[kind]
+    good, bad = make_engine(), make_engine(fail_on=f"/update_weights_from_{path}")
+    tensors = 86 if kind == "disk" else 26
+    error = f"{bad.url} did not take a bucket of {tensors} tensors, model.layers.0.router_bias to "
+    rank = 1 if kind == "local" else 0
+    targets = [target(good, [0]), target(bad, [1] if kind == "local" else None)]
+    changes = dict(transfer_mode="disk", disk_folder=str(tmp_path / "shared")) if kind == "disk" else {}
+    run(run_ranks, 2, checkpoint, targets, [f"the weight update failed: trainer rank {rank}: {error}"] * 2, **changes)
     for engine in (good, bad):
         assert engine.version is None and engine.calls[-1] == "/continue_generation"
-        assert engine.calls.count("/update_weights_from_tensor") == 1
+        assert engine.calls.count("/continue_generation") == 2
+    assert not list(tmp_path.glob("shared/*"))
+    # Another group for another try: the last one may be broken.
+    assert len(bad.groups) == (2 if kind == "remote" else 0)
+
+
+def test_an_engine_that_joins_no_group_is_not_waited_for(run_ranks, make_engine, checkpoint):
+    bad = make_engine(fail_on="/init_weights_update_group")
+    error = f"the weight update failed: trainer rank 0: {bad.url}/init_weights_update_group: HTTP 400"
+    run(run_ranks, 1, checkpoint, [target(bad)], [error])
+    assert bad.calls[-1] == "/continue_generation"
+
+
+def test_the_port_of_a_group_is_open_on_the_address_alone(one_process, make_engine):
+    engine = make_engine()
+    updater, _ = one_process([target(engine)])
+    updater.update(1, live)
+    (name,) = engine.groups
+    opened = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in opened if address.port == int(name.rpartition("-")[2])] == ["127.0.0.1"]
+
+
+def test_runs_that_share_a_disk_folder_do_not_meet(one_process, make_engine, tmp_path):
+    engine, folder = make_engine(), tmp_path / "shared"
+    changes = dict(transfer_mode="disk", disk_folder=str(folder))
+    (updater, _), (another, _) = one_process([target(engine)], **changes), one_process([target(engine)], **changes)
+    seen = []
+
+    def read(parameter):
+        if not seen:
+            seen.append(list(folder.iterdir()))
+            another.update(1, live)
+            assert list(folder.iterdir()) == seen[0]
+        return parameter.detach() * 2
+
+    updater.update(2, read)
+    assert len(seen[0]) == 1 and list(folder.iterdir()) == []
+    assert engine.version == "2"
+
+
+def test_a_rank_that_can_not_read_says_so(one_process, make_engine):
+    engine = make_engine()
+    updater, _ = one_process([target(engine, [0])])
+
+    def read(parameter):
+        raise OSError("injected")
+
+    with pytest.raises(RuntimeError, match="trainer rank 0: embedding.weight could not be read: injected"):
+        updater.update(1, read)
+    assert engine.calls == [*OPEN, "/continue_generation"]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_bucket_is_made_while_an_engine_takes_the_last(one_process, make_engine, remote):
+    engine = make_engine(seconds=0.1)
+    updater, _ = one_process([target(engine, None if remote else [0])])
+    reads = []
+
+    def read(parameter):
+        time.sleep(0.003)  # the engine hears of a bucket a moment after it was sent
+        reads.append(time.monotonic())
+        return parameter.detach()
+
+    updater.update(1, read)
+    assert len(engine.times) >= 3
+    for start, end in engine.times[:-1]:
+        assert any(start < moment < end for moment in reads)
+    # And never while it takes the one before that.
+    assert all(end <= start for (_, end), (start, _) in pairwise(engine.times))
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("limit", [LIMIT, 7_000])
+def test_memory_is_two_buckets(one_process, make_engine, limit, remote):
+    """Awake and asleep, also where the two largest buckets don't fit beside each other."""
+    engine = make_engine(seconds=0.02)
+    updater, chunks = one_process([target(engine, None if remote else [0])], limit=limit)
+    buckets = updater.gatherer.buckets
+    largest = max(bucket.capacity + bucket.scratch for bucket in buckets)
+    assert len(buckets) >= 3
+    for read in (lambda: live, lambda: fall_asleep(*chunks)):
+        values = read()
+        with LiveBytes() as counted:
+            updater.update(1, values)
+        assert largest < counted.peak <= 2 * limit
+
+
+def test_what_belongs_together_is_sent_together(one_process, make_engine, checkpoint):
+    """Also where it takes more than a bucket, which then waits for the last one to be taken."""
+    engine = make_engine(seconds=0.02)
+    updater, _ = one_process([target(engine, [0])], limit=2_000)
+    with LiveBytes() as counted:
+        updater.update(1, live)
+    check(engine, checkpoint, 1)
+    buckets = updater.gatherer.buckets
+    largest = max(bucket.capacity + bucket.scratch for bucket in buckets)
+    assert largest > 2_000 and counted.peak <= max(largest, 4_000)
+    for layer in range(4):
+        names = {f"model.layers.{layer}.{part}.weight" for part in ("q_a", "q_a_norm", "kv_a")}
+        assert sum(names <= set(batch) for batch in engine.batches) == 1
+    assert [name for batch in engine.batches for name in batch] == [name for b in buckets for name in b.slots]
 
 
 def test_source_ranks_must_be_one_a_rank():
@@ -192,4 +284,4 @@ def test_source_ranks_must_be_one_a_rank():
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])

@@ -4,20 +4,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.layouts import Gated, Layout, Qkv, Replicated, Row, Vocab
+from miles.backends.megatron_utils.parts.attention import AttentionOptions
+from miles.backends.megatron_utils.parts.norms import RMSNorm
+from miles.backends.megatron_utils.parts.rope import Rope, rope_of, rope_problems
+from miles.backends.megatron_utils.parts.specs import dense_layer
+from miles.config.layout import ParallelSizes
 
 EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING_END = "embed_tokens.weight"  # whatever the prefix of a model that sees as well
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors that it holds.
+    """One Megatron parameter (or, stacked, one of each expert) and the Hugging Face tensors that it holds.
 
-    megatron_name: as in the stage's model, whose layers count from 0. hf_names, shapes: the full tensors, as the
-    checkpoint has them. load_only: a copy of a tensor that another stage owns (the tied head): loaded, never gathered.
+    megatron_name: as in a model chunk, whose layers count from 0. hf_names, shapes: the full tensors, as the checkpoint
+    has them. load_only: a copy of a tensor that another stage owns (the tied head): loaded, never gathered.
+    ep_rank: for one expert's weight, the only expert-parallel rank that holds it. stacked: `megatron_name` has "{}" for
+    the number of a local expert; the checkpoint's tensors hold all experts along dimension 0, a rank those of its own.
+    An expert's `kind` is cut by expert tensor parallelism, not by tensor parallelism.
+    atomic: entries with the same key must reach an engine in one call.
     """
 
     kind: Layout
@@ -25,17 +38,27 @@ class Entry:
     hf_names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     load_only: bool = False
+    ep_rank: int | None = None
+    stacked: bool = False
+    atomic: str | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is cut over expert-parallel ranks."""
+        return self.ep_rank is not None or self.stacked
 
 
 class Family:
     """A decoder of attention and a gated MLP with RMS norms and rotary positions; families override where they differ.
 
     architectures: the names in a checkpoint's config.json. ignored_suffixes: endings of names that a checkpoint may
-    list and that are no weights.
+    list and that are no weights. config_class: Megatron's configuration. final_norm: the norm before the head.
     """
 
     architectures: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    config_class: type[TransformerConfig] = TransformerConfig
+    final_norm: type = RMSNorm
     qkv_bias = False
     qk_norm = False
 
@@ -47,7 +70,16 @@ class Family:
             for field, allowed in self.allowed_values().items()
             if field in given and given[field] not in allowed
         ]
-        return found + rope_problems(hf_config)
+        return found + self.rope_problems(hf_config)
+
+    def ignored_prefixes(self, hf_config: PreTrainedConfig) -> tuple[str, ...]:
+        """How names begin of weights that a checkpoint may have and that are not trained: layers for further tokens."""
+        first, further = hf_config.num_hidden_layers, hf_config.to_dict().get("num_nextn_predict_layers") or 0
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + further))
+
+    def rope_problems(self, hf_config: PreTrainedConfig) -> list[str]:
+        """What `ropes` cannot make."""
+        return rope_problems(hf_config.rope_parameters)
 
     def allowed_values(self) -> dict[str, tuple]:
         """Configuration fields whose other values change the model in a way that is not supported."""
@@ -59,6 +91,26 @@ class Family:
         if problems:
             raise ValueError(f"config.json of a {hf_config.architectures[0]} is not supported: " + "; ".join(problems))
 
+    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
+        """The parallel sizes that this model cannot have, each with the way out."""
+        if sizes.ep == 1:
+            return []
+        return [f"--expert-model-parallel-size {sizes.ep} needs a model with experts, this one has none; leave it out"]
+
+    def check_layout(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> None:
+        """Refuse parallel sizes that this model cannot have. Raises ValueError with every reason."""
+        problems = self.layout_problems(hf_config, sizes)
+        if problems:
+            raise ValueError(f"a {hf_config.architectures[0]} cannot be laid out like this: " + "; ".join(problems))
+
+    def has_qkv_bias(self, hf_config: PreTrainedConfig) -> bool:
+        """Whether query, key and value have a bias."""
+        return self.qkv_bias
+
+    def ffn_size(self, hf_config: PreTrainedConfig) -> int:
+        """Width of a dense MLP."""
+        return hf_config.intermediate_size
+
     def head_dim(self, hf_config: PreTrainedConfig) -> int:
         """Width of one attention head; Hugging Face derives it where config.json does not give it."""
         return hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
@@ -68,7 +120,7 @@ class Family:
         return dict(
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
-            ffn_hidden_size=hf_config.intermediate_size,
+            ffn_hidden_size=self.ffn_size(hf_config),
             num_attention_heads=hf_config.num_attention_heads,
             num_query_groups=hf_config.num_key_value_heads,
             kv_channels=self.head_dim(hf_config),
@@ -77,27 +129,41 @@ class Family:
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,
-            add_qkv_bias=self.qkv_bias,
+            add_qkv_bias=self.has_qkv_bias(hf_config),
             qk_layernorm=self.qk_norm,
         )
 
     def gpt_kwargs(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
-        """Arguments of Megatron's GPTModel that describe the model (rotary positions); the vocabulary is not padded."""
-        rope = hf_config.rope_parameters
-        scaling = {}
-        if rope["rope_type"] == "llama3":
-            scaling = dict(rope_scaling=True, rope_scaling_factor=rope["factor"])
+        """Arguments of Megatron's GPTModel that describe the model; the vocabulary is not padded."""
         return dict(
             vocab_size=hf_config.vocab_size,
             max_sequence_length=hf_config.max_position_embeddings,
-            rotary_base=rope["rope_theta"],
-            rotary_percent=rope.get("partial_rotary_factor", 1.0),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            **scaling,
         )
 
-    def entries(self, hf_config: PreTrainedConfig, layers: range, first_stage: bool, last_stage: bool) -> list[Entry]:
-        """Every parameter of a pipeline stage that holds the global `layers`, in the model's order."""
+    def ropes(self, hf_config: PreTrainedConfig) -> dict[str, Rope]:
+        """The rotary embeddings that the layers' options name."""
+        return {"default": rope_of(hf_config)}
+
+    def attention_options(self, hf_config: PreTrainedConfig, layer: int) -> AttentionOptions:
+        """What differs from plain causal attention in the global `layer`, counted from 0."""
+        return AttentionOptions()
+
+    def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
+        """The global `layer`, counted from 0."""
+        return dense_layer(megatron_config, self.attention_options(hf_config, layer))
+
+    def after_build(self, hf_config: PreTrainedConfig, model: GPTModel) -> None:
+        """Add what no specification reaches (hooks on embedding and head) to a model chunk."""
+
+    def entries(
+        self, hf_config: PreTrainedConfig, layers: range, first_stage: bool, last_stage: bool, ep_size: int = 1
+    ) -> list[Entry]:
+        """Every parameter of a model chunk that holds the global `layers`, in the model's order.
+
+        first_stage, last_stage: the chunk has the embedding, and final norm and head. Of experts all are listed, with
+        their owners among `ep_size` ranks.
+        """
         table = ((hf_config.vocab_size, hf_config.hidden_size),)
         vocab = Vocab(hf_config.vocab_size)
         found = []
@@ -105,7 +171,7 @@ class Family:
             found.append(Entry(vocab, "embedding.word_embeddings.weight", (EMBEDDING,), table))
         for local, layer in enumerate(layers):
             hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{local}."
-            found += self.attention_entries(hf_config, hf, megatron) + self.mlp_entries(hf_config, hf, megatron)
+            found += self.layer_entries(hf_config, layer, hf, megatron, ep_size)
         if last_stage:
             found.append(norm_entry("decoder.final_layernorm.weight", "model.norm.weight", hf_config.hidden_size))
             if not hf_config.tie_word_embeddings:
@@ -113,6 +179,12 @@ class Family:
             elif not first_stage:
                 found.append(Entry(vocab, "output_layer.weight", (EMBEDDING,), table, load_only=True))
         return found
+
+    def layer_entries(
+        self, hf_config: PreTrainedConfig, layer: int, hf: str, megatron: str, ep_size: int
+    ) -> list[Entry]:
+        """The global `layer`. `hf` and `megatron` are its name prefixes."""
+        return self.attention_entries(hf_config, hf, megatron) + self.mlp_entries(hf_config, hf, megatron)
 
     def attention_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:
         """A layer's attention and the norm before it. `hf` and `megatron` are the layer's name prefixes."""
@@ -127,7 +199,7 @@ class Family:
             norm_entry(megatron + "input_layernorm.weight", hf + "input_layernorm.weight", hidden),
             Entry(qkv, attention + "linear_qkv.weight", weights, tuple((r, hidden) for r in rows)),
         ]
-        if self.qkv_bias:
+        if self.has_qkv_bias(hf_config):
             found.append(Entry(qkv, attention + "linear_qkv.bias", biases, tuple((r,) for r in rows)))
         if self.qk_norm:
             found.append(norm_entry(attention + "q_layernorm.weight", attn + "q_norm.weight", head_dim))
@@ -151,26 +223,12 @@ def norm_entry(megatron_name: str, hf_name: str, size: int) -> Entry:
     return Entry(Replicated(), megatron_name, (hf_name,), ((size,),))
 
 
-# megatron.core RotaryEmbedding._apply_scaling takes only the factor; these three are constants in its source.
-MEGATRON_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+def layer_window(hf_config: PreTrainedConfig, layer: int) -> int | None:
+    """The tokens that the global `layer` sees, itself included; None for all before it."""
+    return hf_config.sliding_window if hf_config.layer_types[layer] == "sliding_attention" else None
 
 
-def rope_problems(hf_config: PreTrainedConfig) -> list[str]:
-    """What the rotary settings ask for that Megatron's rotary embedding cannot do."""
-    rope = hf_config.rope_parameters
-    kind = rope["rope_type"]
-    if kind == "llama3":
-        return [
-            f"rope_parameters.{field}={rope[field]!r} (taken: {value!r}, fixed in Megatron)"
-            for field, value in MEGATRON_LLAMA3_ROPE.items()
-            if rope[field] != value
-        ]
-    return [] if kind == "default" else [f"rope_parameters.rope_type={kind!r} (taken: 'default', 'llama3')"]
-
-
-def sliding_window_problems(hf_config: PreTrainedConfig) -> list[str]:
-    """Layers that attend to a window only: the attention here attends to the whole sequence."""
-    windowed = sum(kind != "full_attention" for kind in hf_config.layer_types)
-    if not windowed:
-        return []
-    return [f"use_sliding_window=True with window {hf_config.sliding_window} on {windowed} layers (taken: False)"]
+def layer_type_problems(hf_config: PreTrainedConfig) -> list[str]:
+    """Kinds of layers other than full attention and sliding windows."""
+    other = sorted(set(hf_config.layer_types) - {"full_attention", "sliding_attention"})
+    return [f"layer_types={other} (taken: 'full_attention', 'sliding_attention')"] if other else []

@@ -1,7 +1,9 @@
 """Reading Hugging Face safetensors checkpoints tensor by tensor into a Megatron model, and writing them as a stream."""
 
 import json
+import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -11,6 +13,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import HEAD, Entry, Family
+from miles.weight_sync.parallel import ParallelInfo
+
+logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -66,21 +71,28 @@ class CheckpointIndex:
         return len(self.files)
 
     def read(self, name: str) -> torch.Tensor:
-        """One full tensor, mapped from its file: bytes are read when they are used."""
+        """One full tensor, mapped from its file: bytes are read when they are used, and no others."""
         path = self.files[name]
         if path not in self._handles:
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
         return self._handles[path].get_tensor(name)
 
+    def close(self, keep: Path | None = None) -> None:
+        """Forget all files but `keep`: what was read of them leaves memory with the tensors. They open again by use."""
+        self._handles = {path: handle for path, handle in self._handles.items() if path == keep}
 
-def check_names_and_shapes(index: CheckpointIndex, entries: list[Entry], family: Family, tied: bool) -> None:
+
+def check_names_and_shapes(
+    index: CheckpointIndex, entries: list[Entry], family: Family, hf_config: PreTrainedConfig
+) -> None:
     """Compare all of a model's entries with the checkpoint. Raises ValueError with the names that differ.
 
     A tied head may be listed or not. `entries` are those of every pipeline stage.
     """
     wanted = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
     extra = {name for name in index.files if name not in wanted and not name.endswith(family.ignored_suffixes)}
-    if tied:
+    extra -= set(untrained_names(index, family, hf_config))
+    if hf_config.tie_word_embeddings:
         extra.discard(HEAD)
     missing = [name for name in wanted if name not in index]
     shapes = [
@@ -103,41 +115,91 @@ def check_names_and_shapes(index: CheckpointIndex, entries: list[Entry], family:
         raise ValueError(f"the weights in {index.folder} do not fit its config.json; " + "; ".join(faults))
 
 
+def untrained_names(index: CheckpointIndex, family: Family, hf_config: PreTrainedConfig) -> list[str]:
+    """The checkpoint's weights that its model has no use for."""
+    prefixes = family.ignored_prefixes(hf_config)
+    return [name for name in index.files if name.startswith(prefixes)]
+
+
 def load_into(
-    model: torch.nn.Module,
+    chunks: list[torch.nn.Module],
     family: Family,
     hf_config: PreTrainedConfig,
     folder: str | Path,
-    layers: range,
-    tp_rank: int,
-    tp_size: int,
-    first_stage: bool,
-    last_stage: bool,
+    parallel: ParallelInfo,
 ) -> int:
-    """Fill a pipeline stage's model from the checkpoint in `folder`; returns the number of parameters filled.
+    """Fill this rank's part of the model from the checkpoint in `folder`; returns the number of parameters filled.
 
-    model: the stage's GPTModel, unwrapped. Only the tensors of `layers` (global numbers) and, on the first and last
-    stage, embedding, final norm and head are read, one entry at a time; values are cast to the parameters' dtypes.
+    chunks: the pipeline stage's GPTModels, unwrapped. Only the tensors of their layers and this rank's experts are
+    read, file by file, so that at most one file and one parameter's tensors are in memory; values are cast to the
+    parameters' dtypes.
     Raises ValueError where checkpoint and config.json differ in names or shapes, or the model has a parameter without a
     value, or a value has no parameter.
     """
     index = CheckpointIndex(folder)
-    whole = family.entries(hf_config, range(hf_config.num_hidden_layers), True, True)
-    check_names_and_shapes(index, whole, family, hf_config.tie_word_embeddings)
-    targets = model_tensors(model)
-    entries = family.entries(hf_config, layers, first_stage, last_stage)
-    check_parameters(targets, entries)
-    for entry in entries:
-        value = entry.kind.split([index.read(name) for name in entry.hf_names], tp_rank, tp_size)
-        target = targets[entry.megatron_name]
-        if value.shape != target.shape:
+    whole = family.entries(hf_config, range(hf_config.num_hidden_layers), True, True, parallel.ep_size)
+    check_names_and_shapes(index, whole, family, hf_config)
+    untrained = untrained_names(index, family, hf_config)
+    if untrained:
+        logger.info("not trained nor sent to engines, exported as they are: %s", _some(untrained))
+    own: list[tuple[Entry, list[torch.Tensor]]] = []
+    for number, chunk in enumerate(chunks):
+        targets = model_tensors(chunk)
+        held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
+        check_parameters(targets, [replace(entry, megatron_name=name) for entry, names in held for name in names])
+        own += [(entry, [targets[name] for name in names]) for entry, names in held]
+    place = {path: number for number, path in enumerate(dict.fromkeys(index.files.values()))}
+
+    def last_file(entry: Entry) -> Path:
+        return max((index.files[name] for name in entry.hf_names), key=place.__getitem__)
+
+    for entry, tensors in sorted(own, key=lambda item: place[last_file(item[0])]):
+        _fill(entry, tensors, index, parallel)
+        index.close(keep=last_file(entry))
+    index.close()
+    return sum(len(tensors) for _, tensors in own)
+
+
+@torch.no_grad()
+def _fill(entry: Entry, targets: list[torch.Tensor], index: CheckpointIndex, parallel: ParallelInfo) -> None:
+    values = [index.read(name) for name in entry.hf_names]
+    if entry.stacked:
+        values = [value.narrow(0, parallel.ep_rank * len(targets), len(targets)) for value in values]
+    rank, size = _place(entry, parallel)
+    value = entry.kind.split(values, rank, size)
+    for target, own in zip(targets, value if entry.stacked else [value], strict=True):
+        if own.shape != target.shape:
             raise ValueError(
-                f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(value.shape)} from "
-                f"{', '.join(entry.hf_names)} at tensor parallel size {tp_size}"
+                f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(own.shape)} from "
+                f"{', '.join(entry.hf_names)} at {'expert ' if entry.is_expert else ''}tensor parallel size {size}"
             )
-        with torch.no_grad():
-            target.copy_(value)
-    return len(entries)
+        target.copy_(own)
+
+
+def _place(entry: Entry, parallel: ParallelInfo) -> tuple[int, int]:
+    """The rank and size of the tensor parallelism that cuts an entry."""
+    return (parallel.etp_rank, parallel.etp_size) if entry.is_expert else (parallel.tp_rank, parallel.tp_size)
+
+
+def chunk_entries(
+    family: Family, hf_config: PreTrainedConfig, parallel: ParallelInfo, stage: int, chunk: int
+) -> list[Entry]:
+    """What a chunk of a pipeline stage's model has, the experts of all ranks included."""
+    layers = parallel.chunk_layers[stage][chunk]
+    first, last = (stage, chunk) == (0, 0), (stage + 1, chunk + 1) == (parallel.pp_size, len(parallel.chunk_layers[0]))
+    return family.entries(hf_config, layers, first, last, parallel.ep_size)
+
+
+def held_entries(entries: list[Entry], parallel: ParallelInfo) -> list[tuple[Entry, list[str]]]:
+    """The entries of which this rank has something, and the names of its parameters: several where experts stack."""
+    held = []
+    for entry in entries:
+        if entry.stacked:
+            experts = entry.shapes[0][0] // parallel.ep_size
+            held.append((entry, [entry.megatron_name.format(expert) for expert in range(experts)]))
+        elif entry.ep_rank in (None, parallel.ep_rank):
+            held.append((entry, [entry.megatron_name]))
+    return held
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

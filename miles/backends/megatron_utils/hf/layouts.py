@@ -124,6 +124,35 @@ class Gated:
         return [_join([gate for gate, _ in halves], 0), _join([up for _, up in halves], 0)]
 
 
+@dataclass(frozen=True)
+class Sections:
+    """Sections of rows, each cut evenly: a rank holds its part of one section after another.
+
+    sizes: for each Hugging Face tensor, the rows of its sections; with `groups` it consists of as many groups of such
+    sections, and a rank holds those of its own groups.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    groups: int = 1
+    sharded = True
+
+    def split(self, tensors: Tensors, tp_rank: int, tp_size: int) -> torch.Tensor:
+        found = []
+        for tensor, sizes in zip(tensors, self.sizes, strict=True):
+            grouped = tensor.reshape(self.groups, sum(sizes), *tensor.shape[1:])
+            found += [_part(section.flatten(0, 1), 0, tp_rank, tp_size) for section in grouped.split(sizes, dim=1)]
+        return torch.cat(found)
+
+    def merge(self, shards: Tensors) -> list[torch.Tensor]:
+        rows = [self.groups * size // len(shards) for sizes in self.sizes for size in sizes]
+        sections = iter([_join(parts, 0) for parts in zip(*(shard.split(rows) for shard in shards), strict=True)])
+        found = []
+        for sizes in self.sizes:
+            grouped = [next(sections).unflatten(0, (self.groups, size)) for size in sizes]
+            found.append(torch.cat(grouped, dim=1).flatten(0, 1))
+        return found
+
+
 def _part(tensor: torch.Tensor, dim: int, tp_rank: int, tp_size: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if size % tp_size:

@@ -2,7 +2,8 @@
 
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import Family, sliding_window_problems
+from miles.backends.megatron_utils.hf.base import Family, layer_type_problems, layer_window
+from miles.backends.megatron_utils.parts.attention import AttentionOptions
 
 
 class Qwen2(Family):
@@ -12,4 +13,7 @@ class Qwen2(Family):
     qkv_bias = True
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
-        return super().problems(hf_config) + sliding_window_problems(hf_config)
+        return super().problems(hf_config) + layer_type_problems(hf_config)
+
+    def attention_options(self, hf_config: PreTrainedConfig, layer: int) -> AttentionOptions:
+        return AttentionOptions(window=layer_window(hf_config, layer))

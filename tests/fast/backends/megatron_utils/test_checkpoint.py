@@ -146,11 +146,11 @@ def run(tracing, config, rank, ranks, port):
     else:
         mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         result["start"] = actor.start_rollout_id()
-        result["weights"].append(digest(actor.model))
+        result["weights"].append(digest(actor.chunks))
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
-            result["weights"].append(digest(actor.model))
+            result["weights"].append(digest(actor.chunks))
             if config.save is not None and rollout_id < 2:
                 actor.save(rollout_id)
         torch.distributed.barrier()
@@ -159,10 +159,10 @@ def run(tracing, config, rank, ranks, port):
     return result
 
 
-def digest(model):
+def digest(chunks):
     """Of every bit of the rank's weights."""
     values = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         values.update(parameter.detach().numpy().tobytes())
     return values.hexdigest()
 

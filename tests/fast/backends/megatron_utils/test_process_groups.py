@@ -72,7 +72,7 @@ def in_world(tracing, config, rank, port, train):
     result = []
     for metrics in train(actor, mine):
         digests = [None, None]
-        dist.all_gather_object(digests, digest(actor.model))
+        dist.all_gather_object(digests, digest(actor.chunks[0]))
         kept = {name: value for name, value in metrics.items() if name.startswith("train/")}
         result.append(kept and {**kept, "weights": digests})
     dist.barrier()
@@ -129,7 +129,7 @@ def cycled(actor, shard):
     for cycle in range(1, actor.config.num_rollout):
         old = destroyed(groups, foreign, cycle)
         fails(actor, shard)
-        taken = [actor.model.tp_group] if cycle == 2 else None
+        taken = [actor.chunks[0].tp_group] if cycle == 2 else None
         if cycle == 3:
             failing_rebuild(actor, groups, failures)
         before = time.perf_counter()
@@ -193,9 +193,9 @@ def fails(actor, shard):
     with pytest.raises((RuntimeError, AssertionError)):
         actor.train(9, shard)
     with pytest.raises(RuntimeError, match="_TENSOR_MODEL_PARALLEL_GROUP was asked for size .* trainer sleeps"):
-        actor.model.tp_group.size()
+        actor.chunks[0].tp_group.size()
     with pytest.raises((RuntimeError, ValueError), match="_TENSOR_MODEL_PARALLEL_GROUP, destroyed"):
-        dist.all_reduce(torch.ones(1), group=actor.model.tp_group)
+        dist.all_reduce(torch.ones(1), group=actor.chunks[0].tp_group)
 
 
 def failing_rebuild(actor, groups, failures):
@@ -234,7 +234,7 @@ def immutable_holder(actor, groups, name):
         groups.destroy()
     del local
     groups.destroy()
-    stand_in = (actor.model.tp_group,)
+    stand_in = (actor.chunks[0].tp_group,)
     groups.rebuild()
     with pytest.raises(RuntimeError, match=f"{name}, held by a tuple"):
         groups.verify()
@@ -259,7 +259,7 @@ def places(actor):
     """Every attribute of the trainer's objects that is a group: {(object, attribute): the group's name}."""
     import torch.distributed as dist
 
-    ddp, optimizer = actor.state.model, actor.state.optimizer
+    ddp, optimizer = actor.state.chunks[0], actor.state.optimizer
     objects = {
         **{f"module {name}": module for name, module in ddp.named_modules()},
         **{f"buffer {number}": buffer for number, buffer in enumerate(ddp.buffers)},

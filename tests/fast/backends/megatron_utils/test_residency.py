@@ -46,9 +46,9 @@ def test_quantised_workspaces_are_dropped():
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0]._fp8_workspaces = {"weight": torch.zeros(4)}  # as Transformer Engine's modules have it
-    assert drop_quantized_workspaces(model) == 1
+    assert drop_quantized_workspaces([model]) == 1
     assert model[0]._fp8_workspaces == {}
-    assert drop_quantized_workspaces(model) == 0
+    assert drop_quantized_workspaces([model]) == 0
 
 
 # --- what the ranks run ---
@@ -107,7 +107,7 @@ def storages(actor):
     """Bytes of memory behind everything that must leave."""
     from miles.backends.megatron_utils.torch_adam import inner_optimizers
 
-    tensors = [*actor.model.parameters(), *(buffer.grad_data for buffer in actor.state.model.buffers)]
+    tensors = [*actor.chunks[0].parameters(), *(buffer.grad_data for buffer in actor.state.chunks[0].buffers)]
     if actor.config.stream_optimizer_state_to_disk:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     for optimizer in inner_optimizers(actor.state.optimizer):
@@ -181,7 +181,7 @@ def memory(checkpoint, folder, port):
     actor, shard = build(0, 1, checkpoint, folder, port, (), DISK)
     actor.residency._check = False  # its temporaries would blur the figures
     actor.train(0, shard)
-    parameters = sum(parameter.numel() for parameter in actor.model.parameters())
+    parameters = sum(parameter.numel() for parameter in actor.chunks[0].parameters())
     whole = 16 * parameters  # float32 weights, gradients and two moments
     for cycle in range(3):
         before = resident_bytes()
@@ -211,7 +211,7 @@ def verbs(checkpoint, folder, port):
     assert [file.read_bytes() for file in sorted(first)] == [file.read_bytes() for file in sorted(second)]
 
     assert not residency.groups.alive
-    weight = next(actor.model.parameters())
+    weight = next(actor.chunks[0].parameters())
     copy = residency.read_weight(weight).clone()
     actor.wake_up()
     assert torch.equal(copy, weight)

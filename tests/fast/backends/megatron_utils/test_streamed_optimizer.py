@@ -211,7 +211,7 @@ def run(tracing, config, rank, ranks, port, moments, breaks):
         for rollout_id in range(actor.start_rollout_id(), ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
-            result["weights"].append(digest(actor.model))
+            result["weights"].append(digest(actor.chunks[0]))
             if rollout_id == 0:
                 actor.save(rollout_id)
                 if rank == 0:

@@ -13,8 +13,9 @@ from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.residency.state import ResidencyError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.arguments import parse_args
-from miles.weight_sync.bucket import SharedBucket
+from miles.weight_sync.bucket import handle
 from miles.weight_sync.session import UpdateSession
+from tests.fast.weight_sync.test_bucket import bucket_of
 
 LAYERS, TOKENS = 2, 250_000
 PROMPTS = [list(b"12+34="), list(b"the quick brown fox")]
@@ -50,8 +51,8 @@ def config(engine_flags, tiny_checkpoint, checkpoint, prompt_file, tmp_path_fact
     flags += ["--debug-rollout-only", "--sglang-max-total-tokens", str(TOKENS)]
     flags += ["--eval-interval", "1", "--eval-prompt-data", "held-out", str(prompt_file)]
     parsed = parse_args([*flags, "--run-dir", str(tmp_path_factory.mktemp("run"))])
-    # Only the engine runs here; the configuration would drop the flag.
-    return parsed.model_copy(update={"offload_rollout": True})
+    # Only the engine runs here; the configuration would drop the flags.
+    return parsed.model_copy(update={"colocate": True, "offload_rollout": True})
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,12 @@ async def update(manager, checkpoint):
     async with SGLangClient(url) as client:
         version = (await client.model_info())["weight_version"]
         weights = load_file(checkpoint / "model.safetensors")
-        session = UpdateSession(client, weights, 1 if version == "default" else int(version) + 1, flush_cache=False)
+        session = UpdateSession(client, weights, 1 if version == "default" else int(version) + 1, False, "abort")
         await session.open()
-        bucket = SharedBucket(list(weights.items()))
-        delivery = client.update_weights_from_tensor(
-            [bucket.handle()], load_format="flattened_bucket", flush_cache=False
-        )
-        await session.send(list(weights), delivery)
+        bucket, flat = bucket_of(weights)
+        handles = [handle(bucket, flat)]
+        await client.update_weights_from_tensor(handles, load_format="flattened_bucket", flush_cache=False)
+        session.sent(weights)
         await session.finish()
 
 

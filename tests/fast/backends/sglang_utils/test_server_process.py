@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess
-from miles.backends.sglang_utils.supervisor import group_members
+from miles.backends.sglang_utils.supervisor import LEFT_BEHIND, group_members
 from miles.utils.network import free_port
 
 ROOT = Path(__file__).parents[4]
@@ -57,6 +57,24 @@ def test_start_health_and_end_with_its_children(server, tmp_path):
     with pytest.raises(ServerDied, match="SIGTERM"):
         process.check()
     assert (tmp_path / "server.log").read_text().startswith(sys.executable)
+
+
+LEAVES_A_FILE = """
+import mmap, sys
+with open(sys.argv[1], "w+b") as file:
+    file.write(bytes(4096)); file.flush()
+    mapped = mmap.mmap(file.fileno(), 4096)
+"""
+
+
+def test_what_sglang_leaves_in_shared_memory_is_removed(server):
+    path = Path(f"{LEFT_BEHIND}of_a_test_{os.getpid()}.shm")
+    process = server(LEAVES_A_FILE.replace("sys.argv[1]", repr(str(path))) + HEALTHY)
+    process.start()
+    process.wait_healthy(20)
+    assert path.is_file()
+    process.terminate()
+    assert not path.exists()
 
 
 def test_early_death_is_reported_at_once_with_the_tail(server):

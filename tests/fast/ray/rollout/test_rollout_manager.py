@@ -9,12 +9,16 @@ import psutil
 import pytest
 import ray
 
+from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.supervisor import group_members
+from miles.ray import placement_group as placing
 from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete
 from miles.rewards import RewardCounts, check_errors
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
+
+ALL_STAY = ("--no-offload-train", "--no-offload-rollout")
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +119,14 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny
             *("--n-samples-per-eval-prompt", "2", "--eval-temperature", "0", "--global-batch-size", "8"),
         ]
     )
-    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(config, 0, [])
+    # As on a cluster, whose other nodes reach the server.
+    address = ray.util.get_node_ip_address()
+    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(config, 0, [], address, range(21000, 21100))
     manager = ray.remote(RolloutManager).options(num_cpus=0).remote(config, [engine])
     ray.get(manager.start.remote())
     (url,) = ray.get(manager.engine_urls.remote())
-    assert url.startswith("http://127.0.0.1:")
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    assert host == address != "127.0.0.1" and 21000 <= int(port) < 21100
 
     result = ray.get(manager.generate.remote(0))
     (shard,) = ray.get(result.shards)
@@ -148,6 +155,43 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny
     ray.get(manager.dispose.remote())
     ray.get(manager.dispose.remote())
     assert not [pid for pid in members if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+async def test_external_engines_behind_a_router(engine_flags, engine_server, local_ray, tmp_path):
+    """The samples are those of the engine alone; the router ends with the run, the engine does not."""
+    flags = [flag for flag in engine_flags if flag not in ("--colocate", *ALL_STAY)]
+    flags += ["--rollout-external-engine-addrs", engine_server.removeprefix("http://"), "--run-dir", str(tmp_path)]
+    flags += ["--rollout-request-retries", "0"]
+    batches, logs = [], tmp_path / "logs"
+    for more in ([], ["--sglang-router-policy", "cache_aware"]):
+        config = parse_args([*flags, *more])
+        # As create_rollout_manager does it; nothing is placed.
+        manager = RolloutManager(config, placing._engines(config, None), placing._router(config))
+        await manager.start()
+        assert await manager.engine_urls() == [engine_server]
+        result = await manager.generate(0)
+        assert result.metrics["perf/tokens_per_gpu_per_sec"] > 0
+        batches.append(ray.get(result.shards)[0].batch)
+        assert logs.exists() == bool(more)
+        if more:
+            router = os.getpgid(servers_of(engine_server)[0])
+            os.kill(router, signal.SIGKILL)
+            while group_members(router):
+                await asyncio.sleep(0.05)
+            with pytest.raises(Exception, match="router.log"):
+                await manager.generate(1)
+        await manager.dispose()
+        await manager.dispose()
+    assert [path.name for path in logs.iterdir()] == ["router.log"]  # no engine was started
+    assert np.array_equal(batches[0]["tokens"], batches[1]["tokens"])
+    assert np.abs(batches[0]["rollout_log_probs"] - batches[1]["rollout_log_probs"]).max() < 1e-4
+    async with SGLangClient(engine_server) as client:
+        await client.health()
+
+    config = parse_args([*flags, "--bf16"])
+    with pytest.raises(ValueError) as caught:
+        await RolloutManager(config, placing._engines(config, None)).start()
+    assert str(caught.value.cause).endswith("start it with --dtype bfloat16")
 
 
 def test_counts_are_checked():

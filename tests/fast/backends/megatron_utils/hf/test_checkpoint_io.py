@@ -1,12 +1,16 @@
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from miles.backends.megatron_utils.hf import family_for, load_hf_config
+from miles.backends.megatron_utils.hf import Entry, Family, family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter, load_into
+from miles.backends.megatron_utils.hf.layouts import Column, Replicated
+from miles.weight_sync.parallel import ParallelInfo, no_group
 
 SIZES = dict(
     vocab_size=67,
@@ -32,6 +36,14 @@ class Holder(torch.nn.Module):
                     module.add_module(part, torch.nn.Module())
                 module = module._modules[part]
             module.register_parameter(last, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
+
+
+def place(chunk_layers=((range(2),),), stage=0, tp=(0, 1), **experts):
+    """A rank's place: [stage][chunk] layers, its stage, and (rank, size) of tensor parallelism."""
+    return ParallelInfo(*tp, no_group, stage, len(chunk_layers), no_group, chunk_layers, **experts)
+
+
+STAGES = ((range(0, 1),), (range(1, 2),))
 
 
 def stage_shapes(config, layers, first, last, tp_size):
@@ -73,7 +85,8 @@ def test_load_reads_what_each_rank_and_stage_holds(checkpoint, tp_size):
     for layers, first, last in ((range(0, 1), True, False), (range(1, 2), False, True)):
         for rank in range(tp_size):
             model = Holder(stage_shapes(config, layers, first, last, tp_size), dtype=torch.float64)
-            filled = load_into(model, family, config, checkpoint, layers, rank, tp_size, first, last)
+            parallel = place(STAGES, layers.start, (rank, tp_size))
+            filled = load_into([model], family, config, checkpoint, parallel)
             parameters = dict(model.named_parameters())
             assert filled == len(parameters)
             for entry in family.entries(config, layers, first, last):
@@ -85,7 +98,7 @@ def test_a_tied_head_on_a_later_stage_gets_the_embedding(tmp_path):
     folder = save_model(tmp_path / "tied", LlamaConfig, tie_word_embeddings=True)
     config = load_hf_config(folder)
     model = Holder(stage_shapes(config, range(1, 2), False, True, 2))
-    load_into(model, family_for(config), config, folder, range(1, 2), 1, 2, False, True)
+    load_into([model], family_for(config), config, folder, place(STAGES, 1, (1, 2)))
     table = CheckpointIndex(folder).read("model.embed_tokens.weight")
     head = model.output_layer.weight
     assert torch.equal(head[:33], table[34:]) and head[33].eq(0).all()
@@ -94,7 +107,125 @@ def test_a_tied_head_on_a_later_stage_gets_the_embedding(tmp_path):
 def load_whole(folder, shapes=None):
     config = load_hf_config(folder)
     model = Holder(stage_shapes(config, range(2), True, True, 1) if shapes is None else shapes)
-    return load_into(model, family_for(config), config, folder, range(2), 0, 1, True, True)
+    return load_into([model], family_for(config), config, folder, place())
+
+
+def test_interleaved_chunks_are_filled(tmp_path):
+    folder = save_model(tmp_path / "source", LlamaConfig, num_hidden_layers=4, tie_word_embeddings=True)
+    config, weights = load_hf_config(folder), weights_of(folder)
+    layers = ((range(0, 1), range(2, 3)), (range(1, 2), range(3, 4)))
+    chunks = [Holder(stage_shapes(config, layers[1][0], False, False, 1))]
+    chunks.append(Holder(stage_shapes(config, layers[1][1], False, True, 1)))
+    load_into(chunks, family_for(config), config, folder, place(layers, 1))
+    for chunk, layer in zip(chunks, (1, 3), strict=True):
+        expected = weights[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert torch.equal(chunk.decoder.layers._modules["0"].mlp.linear_fc2.weight, expected)
+    assert torch.equal(chunks[1].output_layer.weight, weights["model.embed_tokens.weight"])
+
+
+class Experts(Family):
+    """Four experts, their first projections one name each or all in one tensor, and a bias that all ranks hold."""
+
+    def entries(self, hf_config, layers, first_stage, last_stage, ep_size=1):
+        if hf_config.stacked:
+            return [Entry(Rows(), "experts.{}.weight", ("experts",), ((4, 6, 2),), stacked=True)]
+        return [
+            Entry(Replicated(), "bias", ("bias",), ((3,),)),
+            *(
+                Entry(
+                    Column(),
+                    f"experts.{e % (4 // ep_size)}.weight",
+                    (f"expert_{e}",),
+                    ((6, 2),),
+                    ep_rank=e // (4 // ep_size),
+                )
+                for e in range(4)
+            ),
+        ]
+
+
+class Rows:
+    """Rows of stacked experts [E, O, I] are cut evenly."""
+
+    sharded = True
+
+    def split(self, tensors, rank, size):
+        return tensors[0].chunk(size, dim=1)[rank]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_rank_reads_its_own_experts(tmp_path, stacked, monkeypatch):
+    weights = torch.randn(4, 6, 2)
+    tensors = {"experts": weights} if stacked else {f"expert_{e}": weights[e].clone() for e in range(4)}
+    if not stacked:
+        tensors["bias"] = torch.randn(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = PreTrainedConfig(num_hidden_layers=1, tie_word_embeddings=False, stacked=stacked)
+    read, original = set(), CheckpointIndex.read
+    monkeypatch.setattr(CheckpointIndex, "read", lambda self, name: (read.add(name), original(self, name))[1])
+    model = Holder({"experts.0.weight": (3, 2), "experts.1.weight": (3, 2)} | ({} if stacked else {"bias": (3,)}))
+    # Tensor parallelism of its own: the second half of an expert's rows on a rank with whole other layers.
+    parallel = place(((range(1),),), tp=(0, 1), ep_rank=1, ep_size=2, etp_rank=1, etp_size=2)
+    assert load_into([model], Experts(), config, tmp_path, parallel) == len(list(model.parameters()))
+    for local, expert in enumerate((2, 3)):
+        assert torch.equal(model.experts._modules[str(local)].weight, weights[expert, 3:])
+    assert read == ({"experts"} if stacked else {"bias", "expert_2", "expert_3"})
+
+
+def test_peak_memory_is_one_file_and_one_tensor(run_ranks, tmp_path):
+    """In a process of its own; a parameter of two tensors lies in two files."""
+    columns, rows, per_file, files = 1024, 2048, 4, 6
+    weight_map = {}
+    for file in range(files):
+        names = [f"{file * per_file + i}" for i in range(per_file)]
+        save_file({name: torch.rand(rows, columns) for name in names}, tmp_path / f"{file}.safetensors")
+        weight_map |= dict.fromkeys(names, f"{file}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    run_ranks(__file__, 1, str(tmp_path))
+    before, after, peak = json.loads((tmp_path / "bytes.json").read_text())
+    tensor = 4 * columns * rows
+    # The allocator may keep what one copy took.
+    assert after - before < 1.2 * tensor, "what was read stays in memory"
+    # A file, and a tensor of the file before; each is copied on its way into the parameter.
+    print(f"peak: {(peak - before) / tensor:.2f} tensors, of which {per_file} are a file")
+    assert per_file * tensor < peak - before < (per_file + 2.2) * tensor
+
+
+class FirstRows:
+    """Keeps one row of each tensor, after it has gone through all of them."""
+
+    sharded = False
+
+    def split(self, tensors, rank, size):
+        return torch.stack([tensor.clone()[0] for tensor in tensors])
+
+
+class Large(Family):
+    """A parameter for each tensor, but one for the fourth and fifth, which two files have."""
+
+    def entries(self, hf_config, *_):
+        groups = [[name] for name in hf_config.names if name not in ("3", "4")] + [["3", "4"]]
+        shape = tuple(hf_config.shape)
+        return [Entry(FirstRows(), "all." + "_".join(names), tuple(names), (shape,) * len(names)) for names in groups]
+
+
+def measure_loading(folder):
+    """Writes the bytes in memory before and after loading, and the most between."""
+    index = CheckpointIndex(folder)
+    shape = index.shapes["0"]
+    config = PreTrainedConfig(num_hidden_layers=1, tie_word_embeddings=False, names=list(index.files), shape=shape)
+    entries = Large().entries(config)
+    model = Holder({entry.megatron_name: (len(entry.hf_names), shape[1]) for entry in entries})
+
+    def resident(field):
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(lines[field].split()[0]) * 1024
+
+    for _ in range(2):  # the first time everything that loading uses comes into memory
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = resident("VmRSS")
+        load_into([model], Large(), config, folder, place(((range(1),),)))
+    (folder / "bytes.json").write_text(json.dumps([before, resident("VmRSS"), resident("VmHWM")]))
 
 
 def rewrite(folder, change):
@@ -200,3 +331,7 @@ def test_a_failed_export_leaves_nothing_and_only_exports_are_replaced(tmp_path):
     assert CheckpointIndex(out).read("a").item() == 2
     with pytest.raises(FileExistsError, match="name another folder"):
         HFWriter(folder, folder)
+
+
+if __name__ == "__main__":
+    measure_loading(Path(sys.argv[4]))

@@ -1,0 +1,230 @@
+"""Tokens a second and MFU of training steps on one GPU, against the rate of a large matrix product in the same run.
+
+    python benchmarks/train_step.py [--sizes 0.6B 1.7B 4B] [--tokens 8192 16384] [--json PATH] [-- FLAGS of train.py]
+
+Each case is a Qwen3 of that many parameters with random weights in bf16 under Megatron's distributed optimizer, in a
+process of its own. It takes steps as a run does: one micro-batch of packed samples of 2,048 tokens (256 of them the
+prompt), the policy loss, gradients, Adam. The time is the median step's, the first ones left out.
+
+MFU counts what a step must compute and nothing that is recomputed: 6 operations a weight and token (output weights:
+response tokens only), and 6 s^2 a layer, query head and channel for causal attention over a sample of s tokens. It is
+given as a share of what the best of some large matrix products reaches on this card, and of its data sheet (989).
+
+What follows `--` are flags of train.py, for example --transformer-impl transformer_engine, or
+--recompute-granularity full --recompute-method block --recompute-num-layers 6; without --recompute-granularity the 4B
+model recomputes some layers at 16,384 tokens, whose activations don't fit otherwise. `--profile` prints where the time
+of one step goes. `--device cpu --sizes tiny --tokens 256` tries the script without a GPU.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import ROOT, Row, parser, report
+from sleep_wake import SIZES, write_checkpoint_config
+
+sys.path.insert(0, str(ROOT))
+
+LENGTH, PROMPT = 2048, 256
+TINY_LENGTH, TINY_PROMPT = 64, 16
+DATA_SHEET = 989e12
+# Rows, depth and columns of the products that the card's rate is taken of.
+PRODUCTS = [(8192, 8192, 8192), (16384, 8192, 8192), (16384, 4096, 16384), (16384, 2560, 19456)]
+# What a step needs beside 18 bytes a parameter is most of the memory there.
+RECOMPUTE = {
+    ("4B", 16384): "--recompute-granularity full --recompute-method block --recompute-num-layers 6",
+}
+
+
+def sample_lengths(size: str) -> tuple[int, int]:
+    """Tokens of a sample, and of its prompt."""
+    return (TINY_LENGTH, TINY_PROMPT) if size == "tiny" else (LENGTH, PROMPT)
+
+
+def step_flops(size: str, tokens: int) -> float:
+    """Floating-point operations that a step must do, forward and backward."""
+    hidden, layers, intermediate, heads, kv_heads, vocabulary, _ = SIZES[size]
+    length, prompt = sample_lengths(size)
+    channels = hidden // heads if size == "tiny" else 128
+    layer = hidden * channels * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+    samples = tokens // length
+    weights = 6 * (layers * layer * tokens + hidden * vocabulary * samples * (length - prompt))
+    return weights + 6 * layers * heads * channels * length**2 * samples
+
+
+def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, profile: bool, flags: list[str]) -> dict:
+    """Seconds of each step, the loss and the peak of the device's memory."""
+    import torch
+
+    from miles.backends.megatron_utils.hf import load_hf_config
+    from miles.backends.megatron_utils.initialize import initialize
+    from miles.backends.megatron_utils.model import build_model, build_train_state
+    from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.training.batch import TrainBatch
+    from miles.training.schedule import plan_rollout, shard
+    from miles.utils.arguments import parse_args
+    from miles.utils.network import free_ports
+    from miles.utils.types import Sample
+
+    length, prompt = sample_lengths(size)
+    samples = tokens // length
+    with tempfile.TemporaryDirectory() as name:
+        write_checkpoint_config(Path(name), size)
+        prompts = Path(name) / "prompts.jsonl"
+        prompts.write_text('{"input": "unused", "label": "unused"}\n')
+        base = f"--device {device} --bf16 --actor-num-gpus-per-node 1 --colocate --no-offload-train"
+        base += " --no-offload-rollout --rm-type exact --label-key label --num-rollout 1"
+        batch = f"--rollout-batch-size {samples // 2} --n-samples-per-prompt 2 --micro-batch-size {samples}"
+        batch += f" --rollout-max-response-len {length - prompt}"
+        files = ["--hf-checkpoint", name, "--prompt-data", str(prompts)]
+        config = parse_args([*base.split(), *batch.split(), *files, *flags])
+        hf_config = load_hf_config(name)
+    initialize(config, 0, 1, f"127.0.0.1:{free_ports(1, '127.0.0.1')[0]}")
+    torch.manual_seed(0)
+    (model,) = chunks = build_model(config, hf_config)
+    for parameter in model.parameters():
+        # Norms at 1, so that activations have the size that they have in a real model.
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    state = build_train_state(config, chunks, 1000)
+
+    draw = torch.randint(0, hf_config.vocab_size, (samples, length)).tolist()
+    rollout = [
+        Sample(
+            group_index=index // 2,
+            index=index,
+            tokens=draw[index],
+            response_length=length - prompt,
+            reward=0.0,
+            rollout_log_probs=[-12.0] * (length - prompt),
+            status=Sample.Status.COMPLETED,
+        )
+        for index in range(samples)
+    ]
+    table = TrainBatch.from_samples(rollout, [1.0, -1.0] * (samples // 2))
+    plan = plan_rollout(
+        table, global_batch_size=samples, dp_size=1, micro_batch_size=samples, max_tokens=None, per_token_loss=False
+    )
+    mine = shard(table, plan, 0)
+    trainer = ShardTrainer(config, hf_config.vocab_size)
+    columns = {"old_log_probs": torch.full((samples * (length - prompt),), -12.0)}
+
+    def step() -> dict[str, float]:
+        (metrics,) = trainer.train(state, mine, columns)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return metrics
+
+    seconds = []
+    for _ in range(warmup + steps):
+        started = time.perf_counter()
+        metrics = step()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    if profile:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+        with torch.profiler.profile(activities=kinds) as profiler:
+            step()
+        order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": seconds[warmup:],
+        "warmup_seconds": seconds[:warmup],
+        "loss": metrics["train/loss"],
+        "peak": peak,
+    }
+
+
+def rate_case(device: str) -> dict:
+    """Operations a second of large products in bf16: of the best shape, the median of many after a warm-up."""
+    import torch
+
+    rates = []
+    for shape in PRODUCTS if device == "cuda" else [(512, 512, 512)]:
+        a = torch.randn(shape[0], shape[1], dtype=torch.bfloat16, device=device)
+        b = torch.randn(shape[2], shape[1], dtype=torch.bfloat16, device=device)
+        seconds = []
+        for _ in range(60):
+            started = time.perf_counter()
+            for _ in range(5):
+                a @ b.t()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - started) / 5)
+        rates.append(2 * shape[0] * shape[1] * shape[2] / statistics.median(seconds[20:]))
+    return {"flops": max(rates)}
+
+
+def child(case: str, *arguments: object) -> dict | None:
+    """The result of a case in a process of its own, which has the GPU to itself; None if it failed."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+        command = [sys.executable, __file__, "--case", json.dumps([case, *arguments]), "--result", result.name]
+        if subprocess.run(command, check=False).returncode:
+            return None
+        return json.load(result)
+
+
+def row_of(size: str, tokens: int, flags: list[str], result: dict | None, rate: float) -> Row:
+    names = ("step s", "tokens/s", "TFLOP/s", "MFU", "of 989", "peak GB")
+    row = {"size": size, "tokens": tokens, **dict.fromkeys(names), "flags": " ".join(flags) or "-"}
+    if result is None:
+        return row
+    seconds = statistics.median(result["seconds"])
+    flops = step_flops(size, tokens) / seconds
+    values = (
+        seconds,
+        round(tokens / seconds),
+        flops / 1e12,
+        flops / rate,
+        flops / DATA_SHEET,
+        result["peak"] and result["peak"] / 1e9,
+    )
+    return row | dict(zip(names, values, strict=True))
+
+
+def main() -> None:
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    cli = parser(__doc__)
+    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6B", "1.7B", "4B"], help="models")
+    cli.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384], help="tokens of a step's micro-batch")
+    cli.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
+    cli.add_argument("--warmup", type=int, default=4, help="steps before them (default 4)")
+    cli.add_argument("--profile", action="store_true", help="print where the time of one more step goes")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
+    cli.add_argument("--case", help=argparse.SUPPRESS)
+    cli.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = cli.parse_args(own)
+    if options.case:
+        case, *arguments = json.loads(options.case)
+        options.result.write_text(json.dumps(globals()[f"{case}_case"](*arguments)))
+        return
+
+    for size in options.sizes:
+        for tokens in options.tokens:
+            if tokens % (2 * sample_lengths(size)[0]):
+                cli.error(f"--tokens {tokens} is no pairs of samples of {sample_lengths(size)[0]} tokens")
+    rate = child("rate", options.device)["flops"]
+    rows, notes = [], {}
+    for size in options.sizes:
+        for tokens in options.tokens:
+            extra = [] if "--recompute-granularity" in flags else RECOMPUTE.get((size, tokens), "").split()
+            arguments = (size, tokens, options.device, options.steps, options.warmup, options.profile)
+            result = child("trainer", *arguments, [*flags, *extra])
+            rows.append(row_of(size, tokens, [*flags, *extra], result, rate))
+            if result is not None:
+                notes[f"{size} parameters"] = result["parameters"]
+                notes[f"{size} at {tokens}, first step s"] = result["warmup_seconds"][0]
+    notes |= {"bf16 TFLOP/s of a product": rate / 1e12, "tokens of a sample": LENGTH, "of its prompt": PROMPT}
+    report("Training steps on one GPU", rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()

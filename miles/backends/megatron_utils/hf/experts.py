@@ -1,0 +1,58 @@
+"""What families with experts have in common: their weights, and the parallel sizes that they can have."""
+
+from miles.backends.megatron_utils.hf.base import Entry
+from miles.backends.megatron_utils.hf.layouts import Gated, Row
+from miles.config.layout import ParallelSizes
+
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def expert_layout_problems(experts: int, sizes: ParallelSizes) -> list[str]:
+    """The parallel sizes that a model with `experts` experts in a layer cannot have."""
+    found = []
+    if experts % sizes.ep:
+        found.append(f"--expert-model-parallel-size {sizes.ep} does not divide its {experts} experts; choose a divisor")
+    if sizes.tp > 1 and not sizes.sequence_parallel:
+        found.append(
+            f"--tensor-model-parallel-size {sizes.tp} of a model with experts needs --sequence-parallel; add it"
+        )
+    return found
+
+
+def gated_entries(
+    hf: str, megatron: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_NAMES, ep_rank: int | None = None
+) -> list[Entry]:
+    """The two parameters of one gated MLP. `hf` and `megatron` are name prefixes, `names` the tensors' own."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    return [
+        Entry(Gated(), megatron + "linear_fc1.weight", (gate, up), ((ffn, hidden), (ffn, hidden)), ep_rank=ep_rank),
+        Entry(Row(), megatron + "linear_fc2.weight", (down,), ((hidden, ffn),), ep_rank=ep_rank),
+    ]
+
+
+def expert_entries(
+    hf: str,
+    megatron: str,
+    experts: int,
+    hidden: int,
+    ffn: int,
+    ep_size: int,
+    names: tuple[str, str, str] = GATED_NAMES,
+) -> list[Entry]:
+    """All experts of a layer, each a gated MLP of its own, with their owners among `ep_size` ranks.
+
+    hf: the prefix of the experts' numbers; megatron: that of `local_experts`.
+    """
+    local = experts // ep_size
+    return [
+        entry
+        for expert in range(experts)
+        for entry in gated_entries(
+            f"{hf}{expert}.",
+            f"{megatron}local_experts.{expert % local}.",
+            hidden,
+            ffn,
+            names,
+            ep_rank=expert // local,
+        )
+    ]

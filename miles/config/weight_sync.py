@@ -1,0 +1,56 @@
+"""New weights on their way from the trainer to the engines."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from miles.config.section import Section
+from miles.config.values import Values
+
+
+class WeightSyncConfig(Section):
+    title: ClassVar[str] = "Weight sync"
+
+    update_weight_buffer_size: int = Field(
+        512 * 1024**2,
+        gt=0,
+        description="Bytes of one bucket of the weight sync; a trainer rank holds two. Fewer and larger buckets are "
+        "faster.",
+    )
+    update_weight_transfer_mode: Literal["broadcast", "disk"] = Field(
+        "broadcast",
+        description="How weights reach engines that are not on the trainer's GPUs. broadcast: a process group for each "
+        "pipeline stage, NCCL between GPUs, gloo on a CPU. disk: a checkpoint in --update-weight-disk-dir. Colocated "
+        "engines always read the trainer's memory.",
+    )
+    update_weight_disk_dir: str | None = Field(
+        None,
+        description="Folder that trainer and engines both see, for --update-weight-transfer-mode disk. Each sync "
+        "writes a checkpoint there and removes it.",
+    )
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort",
+        description="What a sync does to requests that still run. abort: end them. retract: queue them again, their "
+        "tokens are kept and computed anew. in_place: freeze them, they go on with what the old weights computed. With "
+        "the last two, an engine with requests keeps cached prefixes of the old weights.",
+    )
+    check_weight_update_equal: bool = Field(
+        False,
+        description="After the first sync, overwrite the engines' weights with random numbers, send them again, and "
+        "stop where a tensor of an engine is not what it was or not what was sent.",
+    )
+
+
+def _disk_folder(v: Values) -> Iterator[str]:
+    mode, folder = v.update_weight_transfer_mode, v.update_weight_disk_dir
+    if mode == "disk" and folder is None:
+        yield "--update-weight-transfer-mode disk needs --update-weight-disk-dir, a folder that trainer and engines see"
+    if mode != "disk" and folder is not None:
+        yield (
+            f"--update-weight-disk-dir {folder} has no effect with --update-weight-transfer-mode {mode}; drop it, or "
+            "give disk"
+        )
+
+
+WEIGHT_SYNC_RULES = (_disk_folder,)
