@@ -47,6 +47,7 @@ async def run(config: RunConfig) -> None:
         await report.evaluate_if_due(rollout, rollout_id)
         report.step(rollout_id, metrics)
     report.summary()
+    await handover.disconnect()
     await rollout.dispose()
 
 

@@ -64,7 +64,7 @@ class MegatronConfig(Section):
         "alltoall", description="How tokens reach their experts on other ranks."
     )
     moe_router_dtype: Literal["fp32", "fp64"] = Field("fp32", description="Precision of the experts' scores.")
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
+    moe_router_load_balancing_type: Literal["none", "aux_loss"] = Field(
         "none", description="Loss that evens out the load of experts, weighted by --moe-aux-loss-coeff."
     )
     moe_aux_loss_coeff: float = Field(0.0, ge=0, description="Weight of the load-balancing loss.")

@@ -54,6 +54,11 @@ class Handover:
             await self._trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
             await self._set_up(Phase.FIRST_SYNC)
 
+    async def disconnect(self) -> None:
+        """The run is over: engines that were there before it, and stay, forget the trainer."""
+        if self.active and self.config.rollout_external:
+            await self._trainer.disconnect()
+
     async def to_training(self) -> dict[str, float]:
         """The batch is there: the engines leave, the trainer comes. Returns perf metrics of the moves."""
         return await self._in_step(Phase.AFTER_GENERATE)

@@ -147,6 +147,15 @@ class BroadcastTransport:
             # A broadcast that an engine did not join would hold the GPU for good.
             group.abort()
 
+    def close(self, link: Link) -> None:
+        if self._group is not None:
+            link.loop.run([self._disconnect(link)])
+
+    async def _disconnect(self, link: Link) -> None:
+        group, self._group = self._group, None
+        leaving = [link.clients[number].destroy_weights_update_group(self._name) for number in self.engines]
+        await _until_failure([_in_thread(lambda: dist.destroy_process_group(group)), *leaving])
+
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     """The result of `function`, which blocks. Nothing waits for the thread: a stuck one does not hold the process."""

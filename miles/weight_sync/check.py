@@ -45,6 +45,9 @@ class SentHashes:
     def abandon(self) -> None:
         pass
 
+    def close(self, link: Link) -> None:
+        pass
+
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """The hash of a tensor's bytes in sglang.srt.utils.weight_checker."""

@@ -79,3 +79,6 @@ class LocalTransport:
 
     def abandon(self) -> None:
         self._handles, self._taking = {}, []
+
+    def close(self, link: Link) -> None:
+        pass

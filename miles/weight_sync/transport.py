@@ -48,3 +48,6 @@ class Transport(Protocol):
 
     def abandon(self) -> None:
         """Clean up after a failure; never raises."""
+
+    def close(self, link: Link) -> None:
+        """After the last update: give up what is kept between updates, here and in the engines."""

@@ -134,6 +134,18 @@ class WeightUpdater:
             "perf/update_weights_wait_time": timer.seconds["wait"],
         }
 
+    def close(self) -> None:
+        """After the last update: the engines forget the groups that it was sent through. All ranks call it together.
+
+        Raises RuntimeError on every rank where one rank or engine failed.
+        """
+        with BackgroundLoop() as loop:
+            link = Link(loop, {number: SGLangClient(engine.url) for number, engine in enumerate(self.engines)})
+            try:
+                self._together(*(lambda t=transport: t.close(link) for transport in self.transports))
+            finally:
+                loop.run([client.close() for client in link.clients.values()])
+
     def _empty_cache(self) -> None:
         if self.gatherer.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -188,6 +188,10 @@ class MegatronTrainRayActor:
         metrics = self.updater.update(version, live if self.residency is None else self.residency.read_weight)
         return metrics if self.rank == 0 else {}
 
+    def disconnect(self) -> None:
+        """After the last `update_weights`: leave nothing of it in the engines, which may live on."""
+        self.updater.close()
+
     def save(self, rollout_id: int) -> None:
         """Write this rank's part of the checkpoint of `rollout_id`, awake or asleep."""
         with self._awake():

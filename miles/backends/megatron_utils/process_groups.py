@@ -7,6 +7,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -341,9 +342,13 @@ def _destroy_groups() -> None:
     groups = _named_groups()
     ours = set(groups.values())
     # The last one first: one order on all ranks. Those that an earlier try destroyed are no longer in the map.
-    for group in reversed(list(distributed_c10d._world.pg_map)):
-        if group in ours:
-            dist.destroy_process_group(group)
+    left = [group for group in reversed(list(distributed_c10d._world.pg_map)) if group in ours]
+    if left:
+        # Side by side: NCCL takes 0.25 s to shut down one group, and 0.5 s for four at once.
+        with ThreadPoolExecutor(len(left)) as threads:
+            list(threads.map(lambda group: group.shutdown(), left))
+    for group in left:
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     # It forgets some.
     for name in {name.partition("[")[0] for name in groups}:

@@ -59,6 +59,10 @@ class TrainGroup:
         """Tell the ranks which engines get their weights."""
         await self._all("connect", engines)
 
+    async def disconnect(self) -> None:
+        """Leave nothing of the weight sync in engines that live on."""
+        await self._all("disconnect")
+
     async def update_weights(self, version: int) -> dict[str, float]:
         """Send the weights to every engine; returns perf metrics."""
         return _merged(await self._all("update_weights", version))

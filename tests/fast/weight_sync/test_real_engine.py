@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.weight_sync import check
@@ -141,6 +141,17 @@ def test_a_remote_engine(server, tiny_checkpoint, group, tmp_path, mode):
     updater.update(3, live)
     check_log_probs(server, other, "3")
     assert list(tmp_path.iterdir()) == []
+    name = updater.transports[0]._name if mode == "broadcast" else "none"
+    updater.close()
+    with pytest.raises(SGLangError, match="400"):  # it knows no such group any more
+        asyncio.run(leave_group(server, name))
+    updater.update(4, live)  # with a new group
+    updater.close()
+
+
+async def leave_group(url, name):
+    async with SGLangClient(url) as client:
+        await client.destroy_weights_update_group(name)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

@@ -121,6 +121,17 @@ def untrained_names(index: CheckpointIndex, family: Family, hf_config: PreTraine
     return [name for name in index.files if name.startswith(prefixes)]
 
 
+def rounded_names(index: CheckpointIndex, own: list[tuple[Entry, list[torch.Tensor]]]) -> list[str]:
+    """The weights of a half-precision checkpoint that it keeps in float32 and the model doesn't."""
+    wide = [
+        name
+        for entry, parameters in own
+        for name in entry.hf_names
+        if index.dtypes[name] == "F32" and parameters[0].element_size() < torch.float32.itemsize
+    ]
+    return wide if any(dtype in ("F16", "BF16") for dtype in index.dtypes.values()) else []
+
+
 def load_into(
     chunks: list[torch.nn.Module],
     family: Family,
@@ -148,6 +159,13 @@ def load_into(
         held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
         check_parameters(targets, [replace(entry, megatron_name=name) for entry, names in held for name in names])
         own += [(entry, [targets[name] for name in names]) for entry, names in held]
+    rounded = rounded_names(index, own)
+    if rounded:
+        logger.warning(
+            "%d weights are float32 in a checkpoint of other types, and rounded to the model's type: %s",
+            len(rounded),
+            _some(rounded),
+        )
     place = {path: number for number, path in enumerate(dict.fromkeys(index.files.values()))}
 
     def last_file(entry: Entry) -> Path:

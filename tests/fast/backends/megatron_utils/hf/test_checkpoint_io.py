@@ -256,6 +256,28 @@ def test_old_rotary_buffers_are_no_weights(tmp_path):
     assert load_whole(folder) == 15
 
 
+def test_what_is_rounded_is_said(tmp_path, caplog):
+    folder = save_model(tmp_path, LlamaConfig)
+    config = load_hf_config(folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    half = {key: value if key == name else value.bfloat16() for key, value in weights.items()}
+
+    def said(saved, dtype):
+        save_file(saved, folder / "model.safetensors")
+        caplog.clear()
+        load_into(
+            [Holder(stage_shapes(config, range(2), True, True, 1), dtype)], family_for(config), config, folder, place()
+        )
+        return [record.getMessage() for record in caplog.records if "rounded" in record.getMessage()]
+
+    (message,) = said(half, torch.bfloat16)
+    assert "1 weights" in message
+    assert name in message
+    assert not said(half, torch.float32)
+    assert not said(weights, torch.bfloat16)  # all of it, as --bf16 asks for
+
+
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
     folder = save_model(tmp_path / "source", LlamaConfig)
     shapes = stage_shapes(load_hf_config(folder), range(2), True, True, 1)
