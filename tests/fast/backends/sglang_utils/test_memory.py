@@ -104,7 +104,7 @@ async def log_probs(manager):
 def resident(engine):
     """Bytes that the scheduler process holds."""
     processes = psutil.Process(engine._server.pid).children(recursive=True)
-    (scheduler,) = [process for process in processes if "schedul" in process.name()]
+    (scheduler,) = [process for process in processes if " ".join(process.cmdline()).startswith("sglang::scheduler")]
     return scheduler.memory_info().rss
 
 

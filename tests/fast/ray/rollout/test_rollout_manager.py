@@ -145,7 +145,9 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny
 
     members = group_members(os.getpgid(servers_of(tmp_path)[0]))
     assert len(members) >= 3
-    scheduler = next(pid for pid in members if "schedul" in psutil.Process(pid).name())
+    # By its title: torch may rename a process's first thread, and with it the process.
+    titles = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in members}
+    (scheduler,) = (pid for pid, title in titles.items() if title.startswith("sglang::scheduler"))
     request = manager.generate.remote(1)
     os.kill(scheduler, signal.SIGKILL)
     start = time.monotonic()
