@@ -16,10 +16,10 @@ from miles.utils.network import free_ports
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link
+from miles.weight_sync.transport import Link, Transport
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """One group for each pipeline stage: a rank of it, the source, and all ranks of all engines; see `Transport`.
 
     Groups are made by the first update and kept; after a failure they are given up and made anew.
@@ -97,9 +97,6 @@ class BroadcastTransport:
             rank=0,
             group_name=self._name,
         )
-
-    def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        pass
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self.sources[bucket.stage] == self.rank:

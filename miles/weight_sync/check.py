@@ -8,7 +8,7 @@ import torch
 from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD
 from miles.weight_sync.gather import views
 from miles.weight_sync.plan import Bucket
-from miles.weight_sync.transport import Link
+from miles.weight_sync.transport import Link, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ NEVER_READ = {"model.normalizer"}
 Checksums = list[dict[str, str]]  # for each rank of an engine {SGLang's name of a tensor: hash}
 
 
-class SentHashes:
+class SentHashes(Transport):
     """Hashes what is sent, as SGLang hashes what it holds; a `Transport` that brings it nowhere."""
 
     everywhere = True
@@ -32,21 +32,6 @@ class SentHashes:
 
     def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self.hashes |= {name: tensor_hash(tensor) for name, tensor in views(bucket, flat).items()}
-
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self, link: Link) -> None:
-        pass
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -11,12 +11,12 @@ from miles.weight_sync.gather import views
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link
+from miles.weight_sync.transport import Link, Transport
 
 FOLDER = "miles_weights"
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Rank 0 writes all weights once, every engine loads them, the files are removed; see `Transport`.
 
     engines: by number. rank: this process. folder: on a file system that all of them share. source: the checkpoint that
@@ -49,12 +49,6 @@ class DiskTransport:
             for name, tensor in views(bucket, flat).items():
                 self._writer.write(name, tensor)
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
     def end(self) -> None:
         if self._writer is None:
             return
@@ -73,6 +67,3 @@ class DiskTransport:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.__exit__(RuntimeError, None, None)  # removes what was written
-
-    def close(self, link: Link) -> None:
-        pass

@@ -10,10 +10,10 @@ from miles.weight_sync.bucket import handle
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link
+from miles.weight_sync.transport import Link, Transport
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """CUDA IPC on a GPU, shared memory on a CPU; see `Transport`.
 
     engines: by number; all have source ranks. Build it on every trainer rank: groups are created. rank: this process.
@@ -79,6 +79,3 @@ class LocalTransport:
 
     def abandon(self) -> None:
         self._handles, self._taking = {}, []
-
-    def close(self, link: Link) -> None:
-        pass

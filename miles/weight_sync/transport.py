@@ -1,7 +1,6 @@
 """What the ways to an engine have in common."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,11 +17,11 @@ class Link:
     clients: dict[int, SGLangClient]
 
 
-class Transport(Protocol):
+class Transport:
     """Brings buckets into some of the engines. All trainer ranks make the same calls, in the order below.
 
     `begin` once in an update; for each bucket `prepare`, `send`, `wait`; at the end `end`. If anything fails on any
-    rank, `abandon` on all of them instead of what is left, after which `begin` starts afresh.
+    rank, `abandon` on all of them instead of what is left, after which `begin` starts afresh. Here they do nothing.
 
     everywhere: every rank needs every bucket, not only the ranks of its pipeline stage. shares_memory: other processes
     open this rank's buckets.
