@@ -24,6 +24,17 @@ def test_transformers_loads_what_was_written(tmp_path, family, tie):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_more_fields_of_config_json(tmp_path):
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    make_tiny_checkpoint(tmp_path, family="qwen3_moe", fields=json.dumps(fields), **SIZES)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert {name: getattr(config, name) for name in fields} == fields
+    with pytest.raises(ValueError, match="qwen3_moe has no num_expert$"):
+        make_tiny_checkpoint(tmp_path, family="qwen3_moe", fields='{"num_expert": 4}', **SIZES)
+    with pytest.raises(ValueError, match="JSON object"):
+        make_tiny_checkpoint(tmp_path, fields="[]", **SIZES)
+
+
 @pytest.mark.parametrize(
     "text", ["rev 52831", "é 漢字 😀\u200d\U0001f468", " a  b , c .\n\t\r\n", "\x00\x7f'll don't", ""]
 )

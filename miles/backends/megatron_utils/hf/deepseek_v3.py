@@ -8,8 +8,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import Entry, Family, norm_entry
-from miles.backends.megatron_utils.hf.experts import expert_entries, expert_layout_problems, gated_entries
-from miles.backends.megatron_utils.hf.glm4_moe import sigmoid_router, sigmoid_router_problems
+from miles.backends.megatron_utils.hf.experts import (
+    expert_entries,
+    expert_layout_problems,
+    gated_entries,
+    sigmoid_router,
+    sigmoid_router_problems,
+)
 from miles.backends.megatron_utils.hf.layouts import Column, Replicated, Row
 from miles.backends.megatron_utils.parts.mla import mla_spec
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of

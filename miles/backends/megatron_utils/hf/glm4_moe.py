@@ -7,7 +7,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import Entry, Family, norm_entry
-from miles.backends.megatron_utils.hf.experts import expert_entries, expert_layout_problems, gated_entries
+from miles.backends.megatron_utils.hf.experts import (
+    expert_entries,
+    expert_layout_problems,
+    gated_entries,
+    sigmoid_router,
+    sigmoid_router_problems,
+)
 from miles.backends.megatron_utils.hf.layouts import Replicated
 from miles.backends.megatron_utils.parts.specs import dense_layer, moe_layer
 from miles.config.layout import ParallelSizes
@@ -69,33 +75,3 @@ class Glm4Moe(Family):
         if hf_config.use_qk_norm:
             return entries
         return [entry for entry in entries if not entry.megatron_name.endswith(QK_NORMS)]
-
-
-def sigmoid_router(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """TransformerConfig fields of DeepSeek-V3's router: sigmoids, a bias for the selection, groups, a scale."""
-    fields = dict(
-        moe_router_topk=hf_config.num_experts_per_tok,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        # The bias is the checkpoint's.
-        moe_router_bias_update_rate=0.0,
-        moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
-    )
-    if hf_config.n_group > 1:
-        fields.update(moe_router_num_groups=hf_config.n_group, moe_router_group_topk=hf_config.topk_group)
-    return fields
-
-
-def sigmoid_router_problems(hf_config: PreTrainedConfig) -> list[str]:
-    """What Megatron's sigmoid router cannot express."""
-    found, topk = [], hf_config.num_experts_per_tok
-    # Megatron divides the chosen scores by their sum exactly where there is more than one.
-    if hf_config.norm_topk_prob != (topk > 1):
-        found.append(f"norm_topk_prob={hf_config.norm_topk_prob} with num_experts_per_tok={topk} (taken: {topk > 1})")
-    # Hugging Face scores a group by its two best experts, Megatron by its best topk // group_topk.
-    if hf_config.n_group > 1 and topk // hf_config.topk_group != 2:
-        found.append(
-            f"n_group={hf_config.n_group} with num_experts_per_tok={topk} and topk_group={hf_config.topk_group} "
-            "(taken: two experts of each chosen group)"
-        )
-    return found
