@@ -43,6 +43,10 @@ def byte_tokenizer() -> Any:
     )
 
 
+# In the config.json of published checkpoints, and read by SGLang; transformers does not know them.
+PUBLISHED_FIELDS = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+
+
 def make_tiny_checkpoint(
     output: Path,
     family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3",
@@ -113,6 +117,7 @@ def make_tiny_checkpoint(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    settings |= PUBLISHED_FIELDS.get(family, {})
     if family not in ("qwen2", "deepseek_v3"):  # the latter has head sizes of its own, among its fields
         settings["head_dim"] = head_dim
     config = AutoConfig.for_model(family, **settings)

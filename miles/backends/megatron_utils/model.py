@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -68,6 +69,8 @@ def transformer_config(config: RunConfig, hf_config) -> TransformerConfig:
         moe_z_loss_coeff=config.moe_z_loss_coeff,
         moe_router_dtype=config.moe_router_dtype,
         transformer_impl=config.transformer_impl,
+        # Megatron's default would let Transformer Engine choose the unfused attention.
+        attention_backend=AttnBackend.fused if config.transformer_impl == "transformer_engine" else AttnBackend.auto,
         fp8=config.fp8_format,
         fp8_recipe=config.fp8_recipe,
         recompute_granularity=config.recompute_granularity,

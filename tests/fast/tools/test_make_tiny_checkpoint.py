@@ -79,3 +79,11 @@ def test_a_seed_gives_the_same_weights(tmp_path):
 def test_impossible_sizes_are_refused(tmp_path, sizes, message):
     with pytest.raises(ValueError, match=message):
         make_tiny_checkpoint(tmp_path, **(SIZES | sizes))
+
+
+def test_fields_that_published_checkpoints_have_and_transformers_ignores(tmp_path):
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    experts |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    make_tiny_checkpoint(tmp_path, family="deepseek_v3", fields=json.dumps(experts), **SIZES)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["moe_layer_freq"], written["topk_method"], written["scoring_func"]) == (1, "noaux_tc", "sigmoid")

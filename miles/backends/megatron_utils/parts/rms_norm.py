@@ -12,7 +12,10 @@ from miles.utils.fused import fused
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean of x^2 over the last dimension + eps) * weight, computed in float32, in the type of x."""
-    return _RMSNorm.apply(x, weight_D, eps) if x.is_cuda else F.rms_norm(x, weight_D.shape, weight_D, eps)
+    # Where a caller is compiled (Megatron's gated delta net), torch's own becomes part of the caller's kernels.
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight_D, eps)
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
