@@ -24,10 +24,9 @@ async def run(config: RunConfig) -> None:
     config = await rollout.resolved_config()
     handover = Handover(config, rollout)
     await handover.engines_up()
-    trainer = await create_training_models(config, placement)
-    await handover.trainer_built(trainer)
+    models = await create_training_models(config, placement, handover)
 
-    checkpointer = Checkpointer(config, rollout, trainer, handover)
+    checkpointer = Checkpointer(config, rollout, models.actor, models.critic, handover)
     start = await checkpointer.resume()
     report = Report(config, start)
     await handover.initial_sync()
@@ -37,9 +36,8 @@ async def run(config: RunConfig) -> None:
         batch = await rollout.generate(rollout_id)
         metrics = dict(batch.metrics)
         if config.needs_trainer:
-            metrics |= await handover.to_training()
-            with report.timer("train"):
-                metrics |= await trainer.train(rollout_id, batch.shards)
+            await handover.to_training()
+            metrics |= await models.train(rollout_id, batch.shards, checkpointer, report)
             with report.timer("save"):
                 await checkpointer.save_if_due(rollout_id)
             metrics |= await handover.to_rollout()

@@ -84,6 +84,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     from miles.backends.megatron_utils.residency import build_residency
     from miles.backends.megatron_utils.training import ShardTrainer
     from miles.residency.plan import Region
+    from miles.training.rollout_columns import trained_columns
     from miles.utils.arguments import parse_args
     from miles.utils.network import free_ports
     from scripts.loss_trace import made_up_shard
@@ -92,6 +93,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
         trainer = ShardTrainer(config, hf_config.vocab_size)
         shard = made_up_shard(config, hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         columns = {"old_log_probs": trainer.log_probs(state.chunks, shard)}
+        columns |= trained_columns(config, shard.batch, columns, lambda _: None)
         return trainer.train(state, shard, columns)[-1]["train/loss"]
 
     with tempfile.TemporaryDirectory() as name:

@@ -25,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from common import ROOT, Row, parser, report
 from sleep_wake import SIZES, write_checkpoint_config
 
@@ -48,13 +49,13 @@ def sample_lengths(size: str) -> tuple[int, int]:
 
 def step_flops(size: str, tokens: int) -> float:
     """Floating-point operations that a step must do, forward and backward."""
-    hidden, layers, intermediate, heads, kv_heads, vocabulary, _ = SIZES[size]
+    from miles.training.flops import checkpoint_flops
+
     length, prompt = sample_lengths(size)
-    channels = hidden // heads if size == "tiny" else 128
-    layer = hidden * channels * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
-    samples = tokens // length
-    weights = 6 * (layers * layer * tokens + hidden * vocabulary * samples * (length - prompt))
-    return weights + 6 * layers * heads * channels * length**2 * samples
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint_config(Path(folder), size)
+        forward = checkpoint_flops(folder).of(np.array([length]), np.array([length - prompt])).item()
+    return 3 * forward * (tokens // length)
 
 
 def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, profile: bool, flags: list[str]) -> dict:
@@ -66,7 +67,8 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     from miles.backends.megatron_utils.model import build_model, build_train_state
     from miles.backends.megatron_utils.training import ShardTrainer
     from miles.training.batch import TrainBatch
-    from miles.training.schedule import plan_rollout, shard
+    from miles.training.rollout_columns import trained_columns
+    from miles.training.schedule import plan_for, shard
     from miles.utils.arguments import parse_args
     from miles.utils.network import free_ports
     from miles.utils.types import Sample
@@ -106,12 +108,10 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
         for index in range(samples)
     ]
     table = TrainBatch.from_samples(rollout, [1.0, -1.0] * (samples // 2))
-    plan = plan_rollout(
-        table, global_batch_size=samples, dp_size=1, micro_batch_size=samples, max_tokens=None, per_token_loss=False
-    )
-    mine = shard(table, plan, 0)
+    mine = shard(table, plan_for(config, table), 0)
     trainer = ShardTrainer(config, hf_config.vocab_size)
     columns = {"old_log_probs": torch.full((samples * (length - prompt),), -12.0)}
+    columns |= trained_columns(config, mine.batch, columns, lambda _: None)
 
     def step() -> dict[str, float]:
         (metrics,) = trainer.train(state, mine, columns)

@@ -6,8 +6,9 @@
 
 Run it before and after a refactor: the output must not change by a bit, and neither by --sleep, with which the trainer
 sleeps and wakes before each rollout, every tensor hashed. Between layouts it agrees to rounding. What follows `--` are
-flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards
-of both signs, and a group of equal rewards.
+flags of train.py. The rollout has prompts and responses of uneven lengths, masks with holes, rewards of both signs and
+a group of equal rewards, which count as normalised already, and a teacher's log-probabilities; with
+--advantage-estimator ppo values are made up, too, and no critic is trained.
 """
 
 import argparse
@@ -18,16 +19,24 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.multiprocessing as multiprocessing
 
 from miles.config import RunConfig
 from miles.training.batch import TrainBatch
-from miles.training.schedule import TrainShard, plan_rollout, shard
+from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args
 from miles.utils.network import free_ports
 from miles.utils.types import Sample
 
 NUM_SAMPLES, GROUP = 16, 4
+DEFAULTS = {
+    "--rollout-max-response-len": "16",
+    "--global-batch-size": str(NUM_SAMPLES // 2),
+    "--lr": "0.001",
+    "--max-logprob-abs-diff": "100",
+    "--data-pad-size-multiplier": "4",
+}
 # What is printed of a sleep and a wake.
 MOVES = [
     *(f"perf/{name}" for name in ("sleep_time", "destroy_process_groups_time", "sleep_bytes", "wake_up_time")),
@@ -37,8 +46,8 @@ MOVES = [
 
 
 def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
-    """16 samples in groups of four, with log-probabilities an engine might have written."""
-    draw = random.Random(seed)
+    """16 samples in groups of four, with log-probabilities that an engine and a teacher might have given."""
+    draw, teacher = random.Random(seed), random.Random(seed + 1)
     samples, rewards = [], []
     for index in range(NUM_SAMPLES):
         prompt, response = draw.randint(1, 9), draw.randint(1, 12)
@@ -53,6 +62,7 @@ def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
                 reward=0.0,
                 loss_mask=mask,
                 rollout_log_probs=[-draw.random() * 6 for _ in range(response)],
+                teacher_log_probs=[-teacher.random() * 6 for _ in range(response)],
                 status=Sample.Status.COMPLETED,
             )
         )
@@ -63,23 +73,18 @@ def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
 def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int) -> TrainShard:
     """One data-parallel rank's share of the made-up rollout."""
     batch = made_up_rollout(vocab_size)
-    plan = plan_rollout(
-        batch,
-        global_batch_size=config.global_batch_size,
-        dp_size=config.data_parallel_size,
-        micro_batch_size=config.micro_batch_size,
-        max_tokens=config.max_tokens_per_micro_batch,
-        per_token_loss=config.calculate_per_token_loss,
-        least_micro_batches=config.least_micro_batches,
-    )
-    return shard(batch, plan, dp_rank)
+    return shard(batch, plan_for(config, batch), dp_rank)
+
+
+def made_up_values(mine: TrainShard) -> torch.Tensor:
+    """What a critic might give for each response token: float32, flat, the same for a token in every layout."""
+    return torch.from_numpy(mine.batch["rollout_log_probs"]) * 0.1
 
 
 def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, result: Path) -> None:
-    """One rank: trains `steps` rollouts of two optimizer steps each; the reporting rank writes the trace."""
+    """One rank: trains on the made-up rollout `steps` times; the reporting rank writes the trace."""
     if config.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    import torch
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -88,11 +93,12 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    values = [made_up_values(mine)] if config.use_critic and parallel_state.is_pipeline_last_stage() else []
     lines = []
     for rollout_id in range(steps):
         moved = actor.sleep() | actor.destroy_process_groups() | actor.wake_up() if config.offload_train else {}
-        metrics = actor.train(rollout_id, mine)
-        trained = {name: value for name, value in metrics.items() if name.startswith("train/")}
+        metrics = actor.train(rollout_id, mine, *values)
+        trained = {name: value for name, value in metrics.items() if name.startswith(("train/", "rollout/"))}
         lines.append(trained | moved if trained else {})
     if lines[0]:
         result.write_text(json.dumps(lines))
@@ -109,7 +115,12 @@ def trace_config(
     device: str = "cpu",
     sleep: bool = False,
 ) -> RunConfig:
-    """The configuration of `steps` made-up rollouts of two optimizer steps each; `folder` gets a file it asks for."""
+    """The configuration of `steps` made-up rollouts of two optimizer steps each; `folder` gets a file it asks for.
+
+    `flags` replace the `DEFAULTS` that they name.
+    """
+    given = {flag.partition("=")[0] for flag in flags}
+    defaults = [part for flag, value in DEFAULTS.items() if flag not in given for part in (flag, value)]
     offload = ("--offload-train", "--check-residency") if sleep else ("--no-offload-train",)
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "unused", "label": "unused"}\n')
@@ -119,9 +130,8 @@ def trace_config(
             *(*offload, "--no-offload-rollout", "--hf-checkpoint", checkpoint),
             *("--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "exact"),
             *("--num-rollout", str(steps), "--rollout-batch-size", str(NUM_SAMPLES // GROUP)),
-            *("--n-samples-per-prompt", str(GROUP), "--rollout-max-response-len", "16"),
-            *("--global-batch-size", str(NUM_SAMPLES // 2), "--lr", "0.001", "--max-logprob-abs-diff", "100"),
-            *("--data-pad-size-multiplier", "4", "--run-dir", str(folder)),
+            *("--n-samples-per-prompt", str(GROUP), "--run-dir", str(folder)),
+            *defaults,
             *flags,
         ]
     )

@@ -1,4 +1,4 @@
-"""The loss and the advantages."""
+"""The advantages and the loss."""
 
 from typing import ClassVar, Literal
 
@@ -6,16 +6,52 @@ from pydantic import Field
 
 from miles.config.section import Section
 
+# Estimators that compare a reward with the others of its group; of these, which divide by the standard deviation.
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
+STD_ESTIMATORS = ("grpo", "gspo", "cispo")
+# Estimators that whiten their advantages, and may have a KL penalty in the reward.
+WHITENED_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
 
 class AlgorithmConfig(Section):
     title: ClassVar[str] = "Algorithm"
 
-    loss_type: Literal["policy_loss", "sft_loss"] = Field(
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
         "policy_loss",
-        description="policy_loss learns from sampled responses and rewards, sft_loss from the labels, without engines.",
+        description="policy_loss learns from sampled responses and rewards, sft_loss from the labels, without engines; "
+        "custom_loss is policy_loss with the loss of --custom-loss-function-path.",
     )
-    advantage_estimator: Literal["grpo"] = Field(
-        "grpo", description="How rewards become advantages: grpo compares a response with the others of its group."
+    custom_loss_function_path: str | None = Field(
+        None, description="Dotted path of the loss of --loss-type custom_loss: see miles.training.custom."
+    )
+    advantage_estimator: Literal[
+        "grpo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "dr_grpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "ppo",
+    ] = Field(
+        "grpo",
+        description="How rewards become advantages, and with gspo and cispo the form of the loss; ppo trains a critic.",
+    )
+    disable_grpo_std_normalization: bool = Field(
+        False, description="Only subtract the group's mean from its rewards; do not divide by its standard deviation."
+    )
+    disable_rewards_normalization: bool = Field(False, description="Use rewards as they are, without group statistics.")
+    normalize_advantages: bool | None = Field(
+        None,
+        description="Whiten the advantages over a rollout. Unset: on with the reinforce_plus_plus estimators.",
+    )
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of later rewards: reinforce_plus_plus and ppo.")
+    lambd: float = Field(1.0, ge=0, le=1, description="Lambda of ppo's generalised advantage estimation.")
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL divergence from a reference model in the reward of each token: the "
+        "reinforce_plus_plus estimators. Its estimator is --kl-loss-type.",
     )
     eps_clip: float = Field(0.2, gt=0, lt=1, description="The probability ratio is clipped from below at 1 minus this.")
     eps_clip_high: float | None = Field(
@@ -31,17 +67,23 @@ class AlgorithmConfig(Section):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
         "k1", description="Its estimator; low_var_kl is k3 with bounds. k1 as a loss has a gradient of zero on average."
     )
+    use_unbiased_kl: bool = Field(
+        False, description="Multiply the KL loss with the probability ratio, which makes its gradient unbiased."
+    )
     ref_load: str | None = Field(
-        None, description="Hugging Face folder of the reference model. Unset: --hf-checkpoint, with --use-kl-loss."
+        None,
+        description="Hugging Face folder of the reference model. Unset: --hf-checkpoint, where a reference is needed.",
+    )
+    ref_update_interval: int | None = Field(
+        None, gt=0, description="Rollouts after which the reference becomes the trained model. Unset: never."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    disable_grpo_std_normalization: bool = Field(
-        False, description="Only subtract the group's mean from its rewards; do not divide by its standard deviation."
-    )
-    disable_rewards_normalization: bool = Field(False, description="Use rewards as they are, without group statistics.")
     calculate_per_token_loss: bool = Field(
         False, description="Average the loss over all tokens of a step, instead of within and then over its samples."
     )
-    use_rollout_logprobs: bool = Field(
-        False, description="The ratio's denominator is the engine's log-probability, not the trainer's before the step."
+    constant_loss_length: int | None = Field(
+        None,
+        gt=0,
+        description="Divide each sample's sum of losses by this many tokens instead of its own number, which favours "
+        "short responses. Unset: with dr_grpo, --rollout-max-response-len.",
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from miles.config.algorithm import WHITENED_ESTIMATORS
 from miles.config.offload_rules import scratch_folder
 from miles.config.values import Undetermined, Values
 
@@ -151,30 +152,33 @@ def _host_buffers(v: Values) -> Iterator[Derived]:
 
 @_derives("global_batch_size", "num_steps_per_rollout")
 def _steps(v: Values) -> Iterator[Derived]:
-    if v.global_batch_size is None:
-        steps = v.num_steps_per_rollout
-        if steps is None:
-            yield "global_batch_size", v.samples_per_rollout, "one optimizer step per rollout"
-            yield "num_steps_per_rollout", 1, "--global-batch-size is a whole rollout"
-        else:
-            size = max(1, v.samples_per_rollout // steps)
-            yield "global_batch_size", size, f"{v.samples_per_rollout} samples in {steps} steps"
-    elif v.num_steps_per_rollout is None and v.samples_per_rollout % v.global_batch_size == 0:
-        yield (
-            "num_steps_per_rollout",
-            v.steps_per_rollout,
-            f"{v.samples_per_rollout} samples in steps of {v.global_batch_size}",
-        )
+    samples, size, steps = v.samples_per_rollout, v.global_batch_size, v.num_steps_per_rollout
+    if size is None:
+        size = -(samples // -(steps or 1))
+        reason = "one optimizer step per rollout" if steps is None else f"{samples} samples in {steps} steps"
+        yield "global_batch_size", size, reason
+    if steps is None:
+        yield "num_steps_per_rollout", -(samples // -size), _cut(samples, size)
+
+
+def _cut(samples: int, size: int) -> str:
+    rest = samples % size
+    if size >= samples:
+        return "--global-batch-size is a whole rollout"
+    return f"{samples} samples in steps of {size}" + (f", the last of {rest}" if rest else "")
 
 
 @_derives("lr_decay_iters")
 def _decay(v: Values) -> Iterator[Derived]:
+    if v.use_critic and v.num_critic_only_steps:
+        return  # Actor and critic take different numbers of steps: each one's schedule has its own.
     if v.lr_decay_iters is None and v.num_rollout is not None and v.steps_per_rollout > 0:
         steps = v.num_rollout * v.steps_per_rollout
-        if steps > v.lr_warmup_iters:
+        warmup = max(v.lr_warmup_iters, v.critic_lr_warmup_iters if v.use_critic else 0)
+        if steps > warmup:
             yield "lr_decay_iters", steps, f"{v.num_rollout} rollouts of {v.steps_per_rollout} steps"
         else:
-            yield "lr_decay_iters", v.lr_warmup_iters + 1, f"the run's {steps} steps end within the warm-up"
+            yield "lr_decay_iters", warmup + 1, f"the run's {steps} steps end within the warm-up"
 
 
 @_derives("eps_clip_high")
@@ -185,8 +189,36 @@ def _clip(v: Values) -> Iterator[Derived]:
 
 @_derives("ref_load")
 def _reference(v: Values) -> Iterator[Derived]:
-    if v.use_kl_loss and v.ref_load is None:
-        yield "ref_load", v.hf_checkpoint, "--use-kl-loss: the reference is --hf-checkpoint"
+    if v.needs_reference and v.ref_load is None:
+        asked = "--use-kl-loss" if v.use_kl_loss else f"--kl-coef {v.kl_coef}"
+        yield "ref_load", v.hf_checkpoint, f"{asked}: the reference is --hf-checkpoint"
+
+
+@_derives("normalize_advantages")
+def _whitening(v: Values) -> Iterator[Derived]:
+    if v.normalize_advantages is None and v.needs_engines:
+        whitened = v.advantage_estimator in WHITENED_ESTIMATORS
+        yield "normalize_advantages", whitened, f"--advantage-estimator {v.advantage_estimator}"
+
+
+@_derives("constant_loss_length")
+def _constant_length(v: Values) -> Iterator[Derived]:
+    if v.constant_loss_length is None and v.advantage_estimator == "dr_grpo" and v.needs_engines:
+        if v.rollout_max_response_len is not None:
+            reason = "--advantage-estimator dr_grpo: --rollout-max-response-len"
+            yield "constant_loss_length", v.rollout_max_response_len, reason
+
+
+@_derives("critic_lr", "critic_load", "critic_save")
+def _critic(v: Values) -> Iterator[Derived]:
+    if not v.use_critic:
+        return
+    if v.critic_lr is None:
+        yield "critic_lr", v.lr, "--lr"
+    for name in ("load", "save"):
+        folder = getattr(v, name)
+        if getattr(v, f"critic_{name}") is None and folder is not None:
+            yield f"critic_{name}", folder.rstrip("/") + "_critic", f"--{name} and _critic"
 
 
 @_derives("rollout_max_prompt_len")
@@ -208,3 +240,4 @@ _falls_back("eval_top_k", "rollout_top_k")
 _falls_back("eval_max_response_len", "rollout_max_response_len")
 _falls_back("eval_input_key", "input_key")
 _falls_back("eval_label_key", "label_key")
+_falls_back("eval_reward_key", "reward_key")

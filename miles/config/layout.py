@@ -77,6 +77,16 @@ class Layout:
         return not self.debug_rollout_only
 
     @property
+    def use_critic(self) -> bool:
+        """Whether a critic is trained beside the actor."""
+        return self.advantage_estimator == "ppo" and self.needs_trainer and self.needs_engines
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trainer keeps the weights of a reference model."""
+        return self.needs_trainer and self.needs_engines and (self.use_kl_loss or self.kl_coef > 0)
+
+    @property
     def trainer_uses_disk(self) -> bool:
         """Whether anything of the trainer goes to --offload-train-disk-dir."""
         return self.offload_train_target == "disk" or self.stream_optimizer_state_to_disk
@@ -109,4 +119,4 @@ class Layout:
     @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps of one rollout."""
-        return self.samples_per_rollout // self.global_batch_size
+        return -(self.samples_per_rollout // -self.global_batch_size)

@@ -76,16 +76,6 @@ def _uneven_stages(v: Values) -> Iterator[str]:
         )
 
 
-def _interleaved_micro_batches(v: Values) -> Iterator[str]:
-    least = v.least_micro_batches
-    if least > 1 and v.data_parallel_size and v.global_batch_size // v.data_parallel_size < least:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {v.num_layers_per_virtual_pipeline_stage} needs at least {least} "
-            f"micro-batches a step, one a pipeline stage, but --global-batch-size {v.global_batch_size} gives each of "
-            f"{v.data_parallel_size} replicas fewer samples; raise it to {least * v.data_parallel_size}"
-        )
-
-
 def _model_rule(rule: Callable[[Values, dict[str, Any]], Iterator[str]]) -> Callable[[Values], Iterator[str]]:
     """A rule about the model: it is asked with config.json, where that can be read (another rule complains if not)."""
 
@@ -217,7 +207,6 @@ LAYOUT_RULES = (
     _expert_tokens,
     _streamed_experts,
     _uneven_stages,
-    _interleaved_micro_batches,
     _heads,
     _layers,
     _experts,

@@ -64,6 +64,12 @@ def _transformer_engine(v: Values) -> Iterator[str]:
         yield "--transformer-impl transformer_engine has fused attention in bfloat16 only; add --bf16, or use local"
     if v.fp8_format is not None and v.transformer_impl == "local":
         yield f"--fp8-format {v.fp8_format} needs --transformer-impl transformer_engine, it is local; add that"
+    if v.fp8_format is not None and v.data_pad_size_multiplier % 16:
+        # Products in FP8 take tokens in multiples of 8, their gradients of 16.
+        yield (
+            f"--fp8-format {v.fp8_format} needs micro-batches of a multiple of 16 tokens: --data-pad-size-multiplier "
+            f"{v.data_pad_size_multiplier} is none; choose 16, or the default of 128"
+        )
 
 
 def _router_losses(v: Values) -> Iterator[str]:
@@ -93,8 +99,14 @@ def _rate_schedule(v: Values) -> Iterator[str]:
     wsd = v.lr_decay_style == "WSD"
     if wsd and v.lr_wsd_decay_iters is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the optimizer steps of the decay at its end; add it"
-    if not wsd and v.lr_wsd_decay_iters is not None:
-        yield f"--lr-wsd-decay-iters is for --lr-decay-style WSD and that is {v.lr_decay_style}; drop it"
+    if wsd and v.lr_wsd_decay_iters is not None and v.lr_wsd_decay_iters > (v.lr_decay_iters or v.lr_wsd_decay_iters):
+        yield (
+            f"--lr-wsd-decay-iters {v.lr_wsd_decay_iters} is more than --lr-decay-iters {v.lr_decay_iters}, at whose "
+            "end it decays; lower the first or raise the second"
+        )
+    for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "exponential")):
+        if not wsd and getattr(v, name) != default:
+            yield f"{flag_of(name)} is for --lr-decay-style WSD and that is {v.lr_decay_style}; drop it"
 
 
 def _weight_decay(v: Values) -> Iterator[str]:

@@ -20,8 +20,8 @@ def _moving_for_nobody(v: Values) -> Iterator[str]:
     asked = [flag_of(name) for name in ("offload_train", "offload_rollout") if getattr(v, name)]
     if asked and not v.colocate:
         yield (
-            f"{' and '.join(asked)} without --colocate: each side has GPUs of its own then, and nobody else wants the "
-            "memory; add --colocate, or drop the offload"
+            f"{' and '.join(asked)} without --colocate: memory moves between trainer and engines on the same GPUs, and "
+            "here each side has its own; add --colocate, or drop the offload"
         )
 
 

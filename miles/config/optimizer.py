@@ -41,3 +41,10 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = Field(
         True, description="Split master weights and moments over the data-parallel ranks."
     )
+    reset_optimizer_states: bool = Field(False, description="Clear Adam's moments before each rollout is trained on.")
+    max_nonfinite_steps: int = Field(
+        3,
+        ge=0,
+        description="Optimizer steps in a row that are skipped because their gradient's norm is not finite; one more "
+        "stops the run.",
+    )

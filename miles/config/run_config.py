@@ -7,11 +7,14 @@ from pydantic import Field
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
+from miles.config.critic import CriticConfig
 from miles.config.data import DataConfig
+from miles.config.distillation import DistillationConfig
 from miles.config.evaluation import EvaluationConfig
 from miles.config.layout import Layout
 from miles.config.megatron import MegatronConfig
 from miles.config.model import ModelConfig
+from miles.config.off_policy import OffPolicyConfig
 from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.reward import RewardConfig
@@ -36,6 +39,9 @@ class RunConfig(
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
+    DistillationConfig,
+    CriticConfig,
+    OffPolicyConfig,
     AlgorithmConfig,
     RewardConfig,
     WeightSyncConfig,

@@ -4,15 +4,30 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
+from miles.config.data_rules import DATA_RULES
 from miles.config.engine_rules import ENGINE_RULES, engine_warnings
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
+from miles.config.paths import dotted_path_problem, folder_problem, prompt_file_problem
+from miles.config.reward import WITHOUT_LABEL
+from miles.config.reward_rules import REWARD_RULES
+from miles.config.run_config import RunConfig
 from miles.config.values import Undetermined, Values
 from miles.config.weight_sync import WEIGHT_SYNC_RULES
 
 Rule = Callable[[Values], Iterator[str]]
-RULES: list[Rule] = [*OFFLOAD_RULES, *LAYOUT_RULES, *MEGATRON_RULES, *ENGINE_RULES, *WEIGHT_SYNC_RULES]
+RULES: list[Rule] = [
+    *OFFLOAD_RULES,
+    *LAYOUT_RULES,
+    *MEGATRON_RULES,
+    *ENGINE_RULES,
+    *WEIGHT_SYNC_RULES,
+    *ALGORITHM_RULES,
+    *DATA_RULES,
+    *REWARD_RULES,
+]
 
 
 def _rule(function: Rule) -> Rule:
@@ -33,16 +48,31 @@ def validate(v: Values) -> list[str]:
 
 def warn(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
-    if v.use_kl_loss and v.kl_loss_type == "k1" and v.kl_loss_coef > 0:
-        yield "--kl-loss-type k1 as a loss has a gradient of zero on average; k3 and low_var_kl pull to the reference"
-    if v.ref_load is not None and not v.use_kl_loss:
-        yield "--ref-load has no effect without --use-kl-loss"
     if v.eval_prompt_data and v.eval_interval is None:
         yield "--eval-prompt-data is never used: --eval-interval is not given"
     if v.lr == 0 and v.needs_trainer:
         yield "--lr 0: the weights will not change"
+    if v.min_lr > 0 and v.lr_decay_style == "constant" and v.needs_trainer:
+        yield f"--min-lr {v.min_lr} has no effect with --lr-decay-style constant"
+    yield from _batch_warnings(v)
+    yield from algorithm_warnings(v)
     yield from offload_warnings(v)
     yield from engine_warnings(v)
+
+
+def _batch_warnings(v: Values) -> Iterator[str]:
+    if not v.needs_trainer:
+        return
+    size, ranks = v.global_batch_size, v.data_parallel_size
+    if rest := v.samples_per_rollout % size:
+        yield (
+            f"--global-batch-size {size}: the last of the {v.steps_per_rollout} optimizer steps of a rollout has the "
+            f"{rest} samples that are left of {v.samples_per_rollout}, and weighs as much as the others"
+        )
+    if size < ranks:
+        yield f"--global-batch-size {size} leaves some of {ranks} data-parallel ranks without a sample"
+    if v.use_dynamic_batch_size and v.micro_batch_size != RunConfig.model_fields["micro_batch_size"].default:
+        yield f"--micro-batch-size {v.micro_batch_size} has no effect with --use-dynamic-batch-size"
 
 
 # --- layout ---
@@ -53,9 +83,9 @@ def _debug_modes(v: Values) -> Iterator[str]:
     if v.debug_rollout_only and not v.needs_engines:
         other = "--debug-train-only" if v.debug_train_only else "--loss-type sft_loss"
         yield f"--debug-rollout-only starts no trainer and {other} starts no engine: nothing is left to run; drop one"
-    if v.debug_train_only and v.loss_type == "policy_loss":
+    if v.debug_train_only and v.loss_type != "sft_loss":
         yield (
-            "--debug-train-only starts no engine, but policy_loss learns from engines' samples; use --loss-type "
+            f"--debug-train-only starts no engine, but {v.loss_type} learns from engines' samples; use --loss-type "
             "sft_loss"
         )
 
@@ -72,30 +102,15 @@ def _node_size(v: Values) -> Iterator[str]:
 # --- model ---
 
 
-def _folder_problem(flag: str, folder: str) -> str | None:
-    if not Path(folder).is_dir():
-        return f"{flag} {folder} is not a folder here; download the model first, for example with `hf download`"
-    if not (Path(folder) / "config.json").is_file():
-        return f"{flag} {folder} has no config.json: it is not a Hugging Face checkpoint"
-    return None
-
-
 @_rule
 def _checkpoint_folder(v: Values) -> Iterator[str]:
-    if problem := _folder_problem("--hf-checkpoint", v.hf_checkpoint):
+    if problem := folder_problem("--hf-checkpoint", v.hf_checkpoint):
         yield problem
 
 
 @_rule
-def _reference_folder(v: Values) -> Iterator[str]:
-    if v.use_kl_loss and v.ref_load != v.hf_checkpoint:
-        if problem := _folder_problem("--ref-load", v.ref_load):
-            yield problem
-
-
-@_rule
 def _model_shape(v: Values) -> Iterator[str]:
-    if _folder_problem("", v.hf_checkpoint):
+    if folder_problem("", v.hf_checkpoint):
         return
     file = Path(v.hf_checkpoint) / "config.json"
     try:
@@ -105,22 +120,6 @@ def _model_shape(v: Values) -> Iterator[str]:
 
 
 # --- data and batches ---
-
-
-def _prompt_file_problem(flag: str, path: str) -> str | None:
-    if Path(path).suffix not in (".jsonl", ".parquet"):
-        return f"{flag} {path} must be a .jsonl or .parquet file"
-    if not Path(path).is_file():
-        return f"{flag} {path} is no file here; relative paths start at the working directory {Path.cwd()}"
-    return None
-
-
-@_rule
-def _prompts(v: Values) -> Iterator[str]:
-    if v.prompt_data is None:
-        yield "--prompt-data is required: a .jsonl or .parquet file with the prompts"
-    elif problem := _prompt_file_problem("--prompt-data", v.prompt_data):
-        yield problem
 
 
 @_rule
@@ -135,19 +134,12 @@ def _steps(v: Values) -> Iterator[str]:
     samples, size, steps = v.samples_per_rollout, v.global_batch_size, v.num_steps_per_rollout
     counted = f"{samples} samples a rollout (--rollout-batch-size {v.rollout_batch_size} x --n-samples-per-prompt "
     counted += f"{v.n_samples_per_prompt})"
-    if steps is not None and samples % steps:
-        yield f"{counted} cannot be divided into --num-steps-per-rollout {steps} steps; choose a divisor of {samples}"
-    elif samples % size:
-        yield f"{counted} cannot be divided into steps of --global-batch-size {size}; choose a divisor of {samples}"
-    elif steps is not None and size * steps != samples:
+    if size > samples:
+        yield f"--global-batch-size {size} is more than the {counted}; give at most {samples}"
+    elif steps is not None and v.steps_per_rollout != steps:
         yield (
-            f"--global-batch-size {size} x --num-steps-per-rollout {steps} is {size * steps}, not the {counted}; "
-            "leave one of the two out"
-        )
-    elif v.needs_trainer and v.data_parallel_size and size % v.data_parallel_size:
-        yield (
-            f"--global-batch-size {size} cannot be dealt equally to {v.data_parallel_size} data-parallel ranks; choose "
-            f"a multiple of {v.data_parallel_size}"
+            f"--num-steps-per-rollout {steps} does not fit the {counted}: steps of {size} make "
+            f"{v.steps_per_rollout}; choose that, or a divisor of {samples}, or leave out --global-batch-size"
         )
 
 
@@ -155,6 +147,8 @@ def _steps(v: Values) -> Iterator[str]:
 def _dynamic_batch(v: Values) -> Iterator[str]:
     if v.use_dynamic_batch_size and v.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens of one micro-batch"
+    if v.balance_by_flops and not v.use_dynamic_batch_size:
+        yield "--balance-by-flops has no effect without --use-dynamic-batch-size; add that, or drop it"
     if v.max_tokens_per_gpu is not None and not v.use_dynamic_batch_size:
         yield (
             f"--max-tokens-per-gpu {v.max_tokens_per_gpu} has no effect without --use-dynamic-batch-size; add that, or "
@@ -192,13 +186,19 @@ def _sampling(v: Values) -> Iterator[str]:
 def _reward(v: Values) -> Iterator[str]:
     if not v.needs_engines:
         return
-    if (v.rm_type is None) == (v.custom_rm_path is None):
-        given = "neither is" if v.rm_type is None else f"both are ({v.rm_type} and {v.custom_rm_path})"
-        yield f"exactly one of --rm-type and --custom-rm-path must be given, {given}"
+    if v.rm_type is not None and v.custom_rm_path is not None:
+        yield (
+            "exactly one of --rm-type and --custom-rm-path must be given, both are "
+            f"({v.rm_type} and {v.custom_rm_path})"
+        )
+    if v.rm_type is None and v.custom_rm_path is None and not v.use_opd:
+        yield (
+            "exactly one of --rm-type and --custom-rm-path must be given, neither is; only with --use-opd a reward is "
+            "optional"
+        )
     if v.custom_rm_path is not None:
-        parts = v.custom_rm_path.split(".")
-        if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            yield f"--custom-rm-path {v.custom_rm_path} must be the dotted path of a function, such as my_module.reward"
+        if problem := dotted_path_problem("--custom-rm-path", v.custom_rm_path, "my_module.reward"):
+            yield problem
 
 
 @_rule
@@ -207,27 +207,11 @@ def _labels(v: Values) -> Iterator[str]:
         return
     if v.loss_type == "sft_loss":
         yield "--loss-type sft_loss needs --label-key, the column with the text to learn"
-    elif v.rm_type is not None and v.needs_engines:
+    elif v.rm_type not in (None, *WITHOUT_LABEL) and v.needs_engines:
         yield f"--rm-type {v.rm_type} needs --label-key, the column with the right answer"
 
 
-# --- algorithm and optimizer ---
-
-
-@_rule
-def _groups(v: Values) -> Iterator[str]:
-    learns = v.needs_engines and v.needs_trainer
-    if learns and v.n_samples_per_prompt == 1 and not v.disable_rewards_normalization:
-        yield (
-            "--n-samples-per-prompt 1 with group-normalised rewards: a response has nothing to be compared with, every "
-            "advantage is 0 and nothing is learned; give at least 2, or --disable-rewards-normalization"
-        )
-
-
-@_rule
-def _kl(v: Values) -> Iterator[str]:
-    if v.kl_loss_coef > 0 and not v.use_kl_loss:
-        yield f"--kl-loss-coef {v.kl_loss_coef} has no effect without --use-kl-loss; add or drop it"
+# --- optimizer ---
 
 
 @_rule
@@ -248,6 +232,8 @@ def _evaluation(v: Values) -> Iterator[str]:
         yield f"--eval-interval {v.eval_interval} needs --eval-prompt-data NAME FILE"
     if v.eval_interval is not None and not v.needs_engines:
         yield f"--eval-interval {v.eval_interval} needs engines, and none runs in this layout; leave it out"
+    elif v.eval_interval is not None and v.use_opd and v.rm_type is None and v.custom_rm_path is None:
+        yield f"--eval-interval {v.eval_interval} needs a reward to evaluate with: give --rm-type or --custom-rm-path"
     if not data:
         return
     names, files = data[::2], data[1::2]
@@ -257,9 +243,9 @@ def _evaluation(v: Values) -> Iterator[str]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--eval-prompt-data has the name {name} more than once; name each file differently"
     for file in files:
-        if problem := _prompt_file_problem("--eval-prompt-data", file):
+        if problem := prompt_file_problem("--eval-prompt-data", file):
             yield problem
-    if v.rm_type is not None and v.eval_label_key is None:
+    if v.rm_type not in (None, *WITHOUT_LABEL) and v.eval_label_key is None:
         yield f"--rm-type {v.rm_type} needs --eval-label-key (or --label-key) for --eval-prompt-data"
 
 

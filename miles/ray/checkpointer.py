@@ -5,46 +5,68 @@ from pathlib import Path
 from miles.config import RunConfig
 from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
-from miles.ray.train.group import TrainGroup
+from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, write_marker
 
 
 class Checkpointer:
-    """Saves trainer and data position every --save-interval rollouts and after the last, exports --save-hf with them.
+    """Saves models and data position every --save-interval rollouts and after the last, exports --save-hf with them.
 
     Args:
         config: the run's configuration, with num_rollout set.
         rollout: client of the RolloutManager.
-        trainer: the trainer's ranks.
+        actor, critic: the ranks of what is trained; None without a critic.
         handover: knows whether what is saved is where it can be read.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, trainer: TrainGroup, handover: Handover):
+    def __init__(
+        self,
+        config: RunConfig,
+        rollout: ActorClient,
+        actor: TrainGroup,
+        critic: CriticGroup | None,
+        handover: Handover,
+    ):
         self.config = config
         self.rollout = rollout
-        self.trainer = trainer
+        self.actor = actor
+        self.critic = critic
         self.handover = handover
 
     async def resume(self) -> int:
         """The first rollout of this run. With --load, the data continues where that checkpoint left it."""
         if not self.config.needs_trainer:
             return self.config.start_rollout_id or 0
-        start = await self.trainer.start_rollout_id()
+        start = await self.actor.start_rollout_id()
         found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
         if found is not None:
             await self.rollout.load(found[1])
         return start
 
-    async def save_if_due(self, rollout_id: int) -> None:
-        """Save after `rollout_id` if it is due. The marker is written last: a checkpoint it names is whole."""
+    def is_due(self, rollout_id: int) -> bool:
+        """Whether anything is saved after `rollout_id`."""
+        if self.config.save is None and self.config.save_hf is None:
+            return False
         interval, last = self.config.save_interval, rollout_id + 1 == self.config.num_rollout
-        if not last and (interval is None or (rollout_id + 1) % interval):
+        return last or (interval is not None and (rollout_id + 1) % interval == 0)
+
+    async def save_critic_if_due(self, rollout_id: int) -> None:
+        """Save the critic, which is on the GPUs. It counts once `save_if_due` has saved the rest."""
+        if self.config.save is not None and self.is_due(rollout_id):
+            self.handover.before_critic_save()
+            await self.critic.save(rollout_id)
+
+    async def save_if_due(self, rollout_id: int) -> None:
+        """Save the rest after `rollout_id` if it is due. The markers are written last: what they name is whole."""
+        if not self.is_due(rollout_id):
             return
         self.handover.before_save()
         if self.config.save is not None:
             root = Path(self.config.save).absolute()
-            await self.trainer.save(rollout_id)
+            await self.actor.save(rollout_id)
             await self.rollout.save(checkpoint_folder(root, rollout_id))
+            if self.critic is not None:
+                write_marker(Path(self.config.critic_save).absolute(), rollout_id)
             write_marker(root, rollout_id)
         if self.config.save_hf is not None:
-            await self.trainer.export_hf(rollout_id)
+            await self.actor.export_hf(rollout_id)

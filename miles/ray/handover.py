@@ -1,11 +1,12 @@
-"""The hand-over between the trainer and the engines: who is on the GPUs, and the new weights, with a version each."""
+"""The hand-over between engines, critic and actor: who is on the GPUs, and the new weights, with a version each."""
 
 import logging
 import time
+from collections import Counter
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
-from miles.ray.train.group import TrainGroup
+from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.residency.executor import Executor
 from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
 from miles.residency.policy import policy_of
@@ -19,10 +20,10 @@ TRANSFERS = ("perf/sleep", "perf/wake_up", "perf/offload_rollout", "perf/onload_
 
 
 class Handover:
-    """Moves both sides in and out of the GPUs and brings the trainer's weights into the engines.
+    """Moves all sides in and out of the GPUs and brings the actor's weights into the engines.
 
     What moves when is `miles.residency.plan`'s; here are the points of the driver at which it happens. Does nothing
-    where one side is missing.
+    where the engines or the trainer are missing.
 
     Args:
         config: the run's configuration.
@@ -37,15 +38,23 @@ class Handover:
         self._policy = policy_of(config)
         self._executor = Executor(self._policy, {Party.ENGINE: rollout}, self._sync)
         self._trainer: TrainGroup | None = None
+        # Of the step: the sums of what its moves took so far, and whether the actor has had no turn in it.
+        self._moved: Counter[str] = Counter()
+        self._critic_alone = False
 
     async def engines_up(self) -> None:
         """The engines have started: they make room for the trainer to be built."""
         await self._set_up(Phase.ENGINES_UP)
 
     async def trainer_built(self, trainer: TrainGroup) -> None:
-        """The trainer has been built, or a checkpoint loaded into it: it sleeps until there is a batch."""
+        """The actor has been built, and its checkpoint loaded: it sleeps until there is a batch."""
         self._trainer = self._executor.services[Party.ACTOR] = trainer
         await self._set_up(Phase.TRAINER_BUILT)
+
+    async def critic_built(self, critic: CriticGroup) -> None:
+        """The critic has been built, on the GPUs that the actor has left: it sleeps as well."""
+        self._executor.services[Party.CRITIC] = critic
+        await self._set_up(Phase.CRITIC_BUILT)
 
     async def initial_sync(self) -> None:
         """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint."""
@@ -59,19 +68,33 @@ class Handover:
         if self.active and self.config.rollout_external:
             await self._trainer.disconnect()
 
-    async def to_training(self) -> dict[str, float]:
-        """The batch is there: the engines leave, the trainer comes. Returns perf metrics of the moves."""
-        return await self._in_step(Phase.AFTER_GENERATE)
+    async def to_training(self) -> None:
+        """The batch is there: the engines leave, the first model to be trained comes."""
+        self._moved.clear()
+        self._critic_alone = self.config.use_critic
+        await self._in_step(Phase.AFTER_GENERATE)
+
+    async def to_actor(self) -> None:
+        """The critic is trained and saved: it leaves, the actor comes."""
+        await self._in_step(Phase.AFTER_CRITIC)
+        self._critic_alone = False
 
     async def to_rollout(self) -> dict[str, float]:
-        """The step is trained: the trainer leaves, the engines come and get the weights, as the next version.
+        """The step is trained: the last model leaves, the engines come and get the actor's weights as the next version.
 
-        Returns: perf metrics of the moves and the sync; none of them is one of `to_training`'s.
+        Engines that kept their weights keep them where the actor had no turn.
+
+        Returns: perf metrics of all moves of the step, those of several models added up, and of the sync.
         """
-        return await self._in_step(Phase.AFTER_TRAIN)
+        await self._in_step(Phase.AFTER_CRITIC_ONLY if self._critic_alone else Phase.AFTER_TRAIN)
+        return dict(self._moved) | _speeds(self._moved)
+
+    def before_critic_save(self) -> None:
+        """Raise ResidencyError unless all that the critic's checkpoint holds is on the GPU."""
+        self._check(Phase.BEFORE_CRITIC_SAVE)
 
     def before_save(self) -> None:
-        """Raise ResidencyError unless all that a checkpoint holds is on the GPU."""
+        """Raise ResidencyError unless all that the actor's checkpoint holds is on the GPU."""
         self._check(Phase.BEFORE_SAVE)
 
     def before_evaluation(self) -> None:
@@ -91,11 +114,9 @@ class Handover:
             size = sum(metrics.get(f"{name}_bytes", 0) for name in TRANSFERS) / GB
             logger.info("%s: %s: %.1f s, %.2f GB", phase, describe(steps), time.monotonic() - begin, size)
 
-    async def _in_step(self, phase: Phase) -> dict[str, float]:
-        if not self.active:
-            return {}
-        metrics = await self._executor.run(phase)
-        return metrics | _speeds(metrics)
+    async def _in_step(self, phase: Phase) -> None:
+        if self.active:
+            self._moved.update(await self._executor.run(phase))
 
     async def _sync(self) -> dict[str, float]:
         self.version += 1

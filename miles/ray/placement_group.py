@@ -8,7 +8,8 @@
 | train only, rollout only | that side | from 0 | from 0 |
 | external engines | the trainer's | from 0 | none: they are elsewhere |
 
-An engine with bundles of its own gets them on one node, from the last node on; the trainer has what is left.
+An engine with bundles of its own gets them on one node, from the last node on; the trainer has what is left. Each rank
+of a critic shares the bundle of the actor's.
 """
 
 import logging
@@ -25,14 +26,16 @@ from miles.backends.sglang_utils.external import ExternalEngine
 from miles.backends.sglang_utils.router import ExternalRouter, SGLangRouter
 from miles.config import RunConfig
 from miles.ray.cluster import num_bundles
+from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
-from miles.ray.train.group import TrainGroup
+from miles.ray.train.group import CriticGroup, TrainGroup
+from miles.ray.train.models import TrainingModels
 from miles.utils.network import port_slices
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
-# Shares of a bundle; a trainer rank and an engine fit in one together.
+# Shares of a bundle; a rank of the actor, one of the critic and an engine fit in one together.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
 # Ports of each engine, so that two which start together on a node cannot pick the same ones.
@@ -225,12 +228,19 @@ def _address(config: RunConfig, node_ip: str) -> str:
     return HOST if one_node and config.sglang_router_ip in (None, HOST) else node_ip
 
 
-async def create_training_models(config: RunConfig, placement: Placement) -> TrainGroup:
-    """Start the trainer's ranks on their bundles and load the model, or the checkpoint of `--load`.
+async def create_training_models(config: RunConfig, placement: Placement, handover: Handover) -> TrainingModels:
+    """Start what is trained, rank by rank on its bundles, and load the models or their checkpoints.
 
-    Without trainer bundles (--debug-rollout-only) the group has no ranks.
+    One after the other: each leaves the GPUs once it is built. Without trainer bundles (--debug-rollout-only) the actor
+    has no ranks.
     """
-    group = TrainGroup(config, [placement.options(bundle, TRAINER_SHARE) for bundle in placement.trainer])
-    if placement.trainer:
-        await group.init()
-    return group
+    options = [placement.options(bundle, TRAINER_SHARE) for bundle in placement.trainer]
+    actor, critic = TrainGroup(config, options), None
+    if options:
+        await actor.init()
+    await handover.trainer_built(actor)
+    if config.use_critic:
+        critic = CriticGroup(config, options)
+        await critic.init()
+        await handover.critic_built(critic)
+    return TrainingModels(config, actor, critic, handover)

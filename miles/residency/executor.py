@@ -163,8 +163,8 @@ class Executor:
                 assert regions == pools, f"offload_kv and onload_kv move {pools}, not {regions}"
                 return ("offload_kv" if leaves else "onload_kv",)
             return ("offload" if leaves else "onload", [str(move.region) for move in moves])
-        if leaves and regions == {Region.COMM}:
-            return ("destroy_process_groups",)
+        if regions == {Region.COMM}:
+            return ("destroy_process_groups" if leaves else "reload_process_groups",)
         if leaves and regions == {Region.GRADS}:
             return ("offload_grad_buffer",)
         verb, whole = ("sleep", trainer_leaves) if leaves else ("onload", trainer_returns)

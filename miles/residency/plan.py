@@ -8,6 +8,9 @@ holds both. With `gpu` the other side comes before this one has left: the overla
 The weight sync reads the trainer's weights where they are (on the GPU, in the host copy, on disk, or from the masters),
 so it never has to wake the trainer. Where it gathers them from several ranks it needs the actor's process groups, which
 stay through the sleep and leave right after the sync: every region leaves and returns exactly once a step.
+
+A critic takes its turn before the actor, on the same GPUs: in a step each of them comes and leaves once. In those steps
+at a run's start that train the critic alone the actor stays away.
 """
 
 from collections.abc import Iterable
@@ -49,9 +52,12 @@ class Phase(StrEnum):
 
     ENGINES_UP = "engines_up"
     TRAINER_BUILT = "trainer_built"
+    CRITIC_BUILT = "critic_built"
     FIRST_SYNC = "first_sync"
     AFTER_GENERATE = "after_generate"
+    BEFORE_CRITIC_SAVE = "before_critic_save"
     AFTER_CRITIC = "after_critic"
+    AFTER_CRITIC_ONLY = "after_critic_only"
     BEFORE_SAVE = "before_save"
     AFTER_TRAIN = "after_train"
     EVALUATION = "evaluation"
@@ -185,12 +191,14 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
     pools_leave = _engine_leaves(policy, Region.CUDA_GRAPH, Region.KV_CACHE)
     weights_leave = _engine_leaves(policy, Region.WEIGHTS)
     actor_leaves, actor_returns = trainer_leaves(Party.ACTOR, policy), trainer_returns(Party.ACTOR, policy)
+    critic_leaves = trainer_leaves(Party.CRITIC, policy) if policy.critic else ()
     match phase:
         case Phase.ENGINES_UP:
             return pools_leave if overlap_on_gpu else pools_leave + weights_leave
         case Phase.TRAINER_BUILT:
-            critic_leaves = trainer_leaves(Party.CRITIC, policy) if policy.critic else ()
-            return actor_leaves + critic_leaves
+            return actor_leaves
+        case Phase.CRITIC_BUILT:
+            return critic_leaves
         case Phase.FIRST_SYNC if overlap_on_gpu:
             return _sync(policy) + _back(pools_leave)
         case Phase.FIRST_SYNC:
@@ -201,7 +209,16 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
             first_returns = trainer_returns(Party.CRITIC, policy) if policy.critic else actor_returns
             return pools_leave + weights_leave + first_returns
         case Phase.AFTER_CRITIC:
-            return trainer_leaves(Party.CRITIC, policy) + actor_returns if policy.critic else ()
+            return critic_leaves + actor_returns if policy.critic else ()
+        case Phase.AFTER_CRITIC_ONLY if not policy.critic:
+            return ()
+        case Phase.AFTER_CRITIC_ONLY if weights_leave:
+            # The sleeping actor sends what it has; where that takes its groups, they come for it alone.
+            groups_return = _back(_leaves_after_sync(Party.ACTOR, policy))
+            return critic_leaves + groups_return + plan(Phase.FIRST_SYNC, policy)
+        case Phase.AFTER_CRITIC_ONLY:
+            # The engines kept their weights, and the actor has no others.
+            return critic_leaves + _caches(policy) + _back(pools_leave)
         case Phase.AFTER_TRAIN if overlap_on_gpu:
             # With LoRA the gradients are a tag of their own: they make room for the engine's weights.
             early = tuple(move for move in actor_leaves if policy.lora and move.region == Region.GRADS)
@@ -210,22 +227,25 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
             return caches + early + _back(weights_leave) + late + _sync(policy) + _back(pools_leave)
         case Phase.AFTER_TRAIN:
             return actor_leaves + plan(Phase.FIRST_SYNC, policy)
-        case Phase.BEFORE_SAVE | Phase.EVALUATION | Phase.SHUT_DOWN:
+        case Phase.BEFORE_CRITIC_SAVE | Phase.BEFORE_SAVE | Phase.EVALUATION | Phase.SHUT_DOWN:
             return ()
 
 
 def needs(phase: Phase, policy: Policy) -> frozenset[tuple[Party, Region]]:
     """What must be on the GPU and readable once the plan of `phase` has run."""
     match phase:
-        case Phase.FIRST_SYNC | Phase.AFTER_TRAIN | Phase.EVALUATION:
+        case Phase.FIRST_SYNC | Phase.AFTER_TRAIN | Phase.AFTER_CRITIC_ONLY | Phase.EVALUATION:
             return frozenset((Party.ENGINE, region) for region in ENGINE_REGIONS)
         case Phase.AFTER_GENERATE | Phase.AFTER_CRITIC:
             party = Party.CRITIC if policy.critic and phase == Phase.AFTER_GENERATE else Party.ACTOR
             return frozenset((party, region) for region in _moving_regions(policy))
-        case Phase.BEFORE_SAVE:
+        case Phase.BEFORE_CRITIC_SAVE if not policy.critic:
+            return frozenset()
+        case Phase.BEFORE_CRITIC_SAVE | Phase.BEFORE_SAVE:
             # Gradients are not saved.
-            return frozenset((Party.ACTOR, region) for region in _moving_regions(policy) if region != Region.GRADS)
-        case Phase.ENGINES_UP | Phase.TRAINER_BUILT | Phase.SHUT_DOWN:
+            party = Party.CRITIC if phase == Phase.BEFORE_CRITIC_SAVE else Party.ACTOR
+            return frozenset((party, region) for region in _moving_regions(policy) if region != Region.GRADS)
+        case Phase.ENGINES_UP | Phase.TRAINER_BUILT | Phase.CRITIC_BUILT | Phase.SHUT_DOWN:
             return frozenset()
 
 

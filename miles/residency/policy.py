@@ -20,8 +20,8 @@ def policy_of(config: RunConfig | Values) -> Policy:
         levels=frozenset(_REGIONS[level] for level in config.offload_rollout_level),
         target=_TARGETS[config.offload_train_target],
         peak_device=config.colocate_memory_peak_device,
-        # No flag asks for a critic or for LoRA yet.
-        critic=False,
+        critic=config.use_critic,
+        # No flag asks for LoRA yet.
         lora=False,
         rematerialize=rematerialize,
         stream_optimizer=config.stream_optimizer_state_to_disk,

@@ -1,25 +1,56 @@
-"""Rewards, one file each: what a response is worth. A reward that fails is counted apart, never taken for a zero."""
+"""Rewards, one file each: what a response is worth. A reward that fails is counted apart, never taken for a zero.
+
+`--rm-type` names the reward of a run; a sample with an rm_type in its metadata has that one instead.
+`--custom-rm-path` names a function that is asked for every sample, or with `--group-rm` for every group.
+"""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
 from typing import Any
 
 from miles.config import RunConfig
-from miles.rewards.custom import load_custom_reward
+from miles.config.reward import WITHOUT_LABEL
+from miles.rewards.boxed import boxed
+from miles.rewards.code import code_reward
+from miles.rewards.custom import load_custom_group_reward, load_custom_reward
+from miles.rewards.dapo import dapo_reward
+from miles.rewards.deepscaler import deepscaler_reward
 from miles.rewards.exact import exact_reward
+from miles.rewards.f1 import f1_reward
+from miles.rewards.gpqa import gpqa_reward
 from miles.rewards.math import check_installed, math_reward
+from miles.rewards.remote_rm import remote_reward
+from miles.rewards.sandbox import check_sandbox
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[[RunConfig, Sample], Awaitable[Any]]
 
-BUILT_IN: dict[str, RewardFunction] = {"exact": exact_reward, "math": math_reward}
-
+BUILT_IN: dict[str, RewardFunction] = {
+    "exact": exact_reward,
+    "math": math_reward,
+    "dapo": dapo_reward,
+    "deepscaler": deepscaler_reward,
+    "f1": f1_reward,
+    "gpqa": gpqa_reward,
+    "code": code_reward,
+    "remote_rm": remote_reward,
+    "boxed_exact": boxed(exact_reward),
+    "boxed_math": boxed(math_reward),
+    "boxed_f1": boxed(f1_reward),
+    "boxed_gpqa": boxed(gpqa_reward),
+}
+# What a reward needs on this machine; raises ValueError where it is missing.
+_NEEDS: dict[str, Callable[[], None]] = {
+    **dict.fromkeys(("math", "boxed_math", "deepscaler"), check_installed),
+    "code": check_sandbox,
+}
 
 _logged_errors: set[type[Exception]] = set()
 
@@ -34,31 +65,48 @@ class RewardCounts:
     first_error: str | None
 
 
+def has_reward(config: RunConfig) -> bool:
+    """Whether samples are worth something of their own; with --use-opd they need not be."""
+    return config.rm_type is not None or config.custom_rm_path is not None
+
+
 def load_reward(config: RunConfig) -> RewardFunction:
     """The reward function that config names, checked: call it before anything is started.
 
-    Raises: ValueError if none or two are named, the built-in one misses its label or package, or the custom one
-        can't be used (see miles.rewards.custom).
+    With --use-opd it may name none: every response is worth 0 then.
+
+    Raises: ValueError if none or two are named, the built-in one misses its label, package, sandbox or address, or the
+        custom one can't be used (see miles.rewards.custom).
     """
+    if config.use_opd and not has_reward(config):
+        return _no_reward
     if (config.rm_type is None) == (config.custom_rm_path is None):
         raise ValueError(f"give exactly one of --rm-type ({', '.join(BUILT_IN)}) and --custom-rm-path (a dotted path)")
     if config.custom_rm_path is not None:
-        return load_custom_reward(config.custom_rm_path)
-    if config.label_key is None:
+        load = load_custom_group_reward if config.group_rm else load_custom_reward
+        return load(config.custom_rm_path)
+    if config.label_key is None and config.rm_type not in WITHOUT_LABEL:
         raise ValueError(f"--rm-type {config.rm_type} compares with labels: name their column with --label-key")
-    if config.rm_type == "math":
-        check_installed()
-    return BUILT_IN[config.rm_type]
+    if config.rm_type == "remote_rm" and config.rm_url is None:
+        raise ValueError("--rm-type remote_rm needs --rm-url, the address of its service")
+    _NEEDS.get(config.rm_type, lambda: None)()
+    return _built_in_reward
 
 
-async def compute_rewards(config: RunConfig, samples: list[Sample]) -> RewardCounts:
+async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluation: bool = False) -> RewardCounts:
     """Set `reward` of every sample, all at once: a float, or None where the reward abstained or failed.
 
-    A dict is reduced to its entry `config.reward_key`; bool and numpy scalars become floats. NaN, infinity, another
-    type, an exception and a timeout are errors; the first of each type is logged with its traceback, once in a process.
+    A dict is kept as `metadata["reward"]` and reduced to its entry `config.reward_key`, with `evaluation` to
+    `config.eval_reward_key`; bool and numpy scalars become floats. NaN, infinity, another type, an exception and a
+    timeout are errors; the first of each type is logged with its traceback, once in a process. With --group-rm an
+    exception is the error of the whole group.
     """
     reward_function = load_reward(config)
-    outcomes = await asyncio.gather(*(_reward(reward_function, config, sample) for sample in samples))
+    key = config.eval_reward_key if evaluation else config.reward_key
+    flag = "--eval-reward-key" if evaluation else "--reward-key"
+    values = await asyncio.gather(*(_values(reward_function, config, group) for group in _asked(config, samples)))
+    values = [value for group in values for value in group]
+    outcomes = [_outcome(sample, value, key, flag) for sample, value in zip(samples, values, strict=True)]
     errors = []
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, Exception):
@@ -87,20 +135,59 @@ def check_errors(counts: list[RewardCounts], bound: float) -> None:
         )
 
 
-async def _reward(reward_function: RewardFunction, config: RunConfig, sample: Sample) -> float | None | Exception:
+async def _no_reward(config: RunConfig, sample: Sample) -> float:
+    return 0.0
+
+
+async def _built_in_reward(config: RunConfig, sample: Sample) -> Any:
+    chosen = sample.metadata.get("rm_type")
+    name = config.rm_type if chosen is None else chosen
+    if name not in BUILT_IN:
+        raise ValueError(f"metadata names the reward {name!r}; it must be one of {', '.join(BUILT_IN)}")
+    if sample.label is None and name not in WITHOUT_LABEL:
+        raise ValueError(f"the reward {name} compares with a label, and the sample has none")
+    return await BUILT_IN[name](config, sample)
+
+
+def _asked(config: RunConfig, samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each call, in order: with --group-rm neighbours of one group, else one."""
+    if config.group_rm:
+        return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group_index)]
+    return [[sample] for sample in samples]
+
+
+async def _values(reward_function: Callable[..., Awaitable[Any]], config: RunConfig, group: list[Sample]) -> list[Any]:
+    """What the reward says of each sample of one call, or the exception that it raised."""
     try:
-        return _as_float(await reward_function(config, sample), config.reward_key)
+        if not config.group_rm:
+            return [await reward_function(config, *group)]
+        values = await reward_function(config, group)
+        if not isinstance(values, list | tuple) or len(values) != len(group):
+            got = f"{len(values)}" if isinstance(values, list | tuple) else f"{values!r} ({type(values).__name__})"
+            raise TypeError(f"a group reward must return a list of {len(group)} rewards, one a sample; it is {got}")
+        return list(values)
     # A reward is foreign code: whatever it raises is counted, and stops the run above a bound.
     except Exception as error:
+        return [error] * len(group)
+
+
+def _outcome(sample: Sample, value: Any, key: str | None, flag: str) -> float | None | Exception:
+    if isinstance(value, Exception):
+        return value
+    if isinstance(value, dict):
+        sample.metadata["reward"] = value
+    try:
+        return _as_float(value, key, flag)
+    except (TypeError, ValueError) as error:
         return error
 
 
-def _as_float(value: Any, reward_key: str | None) -> float | None:
+def _as_float(value: Any, key: str | None, flag: str) -> float | None:
     if isinstance(value, dict):
-        if reward_key not in value:
-            given = "is not given" if reward_key is None else f"names {reward_key!r}"
-            raise ValueError(f"the reward is a dict with {', '.join(map(repr, value))}, and --reward-key {given}")
-        value = value[reward_key]
+        if key not in value:
+            given = "is not given" if key is None else f"names {key!r}"
+            raise ValueError(f"the reward is a dict with {', '.join(map(repr, value))}, and {flag} {given}")
+        value = value[key]
     if value is None:
         return None
     if hasattr(value, "item"):  # numpy and torch scalars

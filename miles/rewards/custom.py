@@ -1,13 +1,15 @@
-"""`--custom-rm-path`: a reward of the user's own, `async def reward(config, sample) -> float | dict | None`."""
+"""`--custom-rm-path`: a reward of the user's own, `async def reward(config, sample) -> float | dict | None`.
+
+With `--group-rm` it is `async def reward(config, samples) -> list[float | dict | None]`, for the samples of one prompt.
+"""
 
 import asyncio
 import functools
-import importlib
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from miles.config import RunConfig
+from miles.utils.dotted_path import load_function
 from miles.utils.types import Sample
 
 TIME_LIMIT_S = 300.0
@@ -19,24 +21,18 @@ def load_custom_reward(path: str) -> Callable[[RunConfig, Sample], Awaitable[Any
 
     Raises: ValueError if it can't be imported, is no async function, or doesn't take (config, sample).
     """
-    module_name, _, name = path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--custom-rm-path {path}: can't be imported ({error}); give package.module.function"
-        ) from error
-    if not inspect.iscoroutinefunction(function):
-        raise ValueError(f"--custom-rm-path {path} must be an async function: async def {name}(config, sample)")
-    try:
-        inspect.signature(function).bind("config", "sample")
-    except TypeError as error:
-        raise ValueError(
-            f"--custom-rm-path {path} takes {inspect.signature(function)}; it must take (config, sample)"
-        ) from error
+    return _in_time(load_function("--custom-rm-path", path, "config", "sample", is_async=True))
 
-    async def reward(config: RunConfig, sample: Sample) -> Any:
+
+@functools.cache
+def load_custom_group_reward(path: str) -> Callable[[RunConfig, list[Sample]], Awaitable[Any]]:
+    """`load_custom_reward` of a function of (config, samples)."""
+    return _in_time(load_function("--custom-rm-path", path, "config", "samples", is_async=True))
+
+
+def _in_time(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def reward(config: RunConfig, asked: Sample | list[Sample]) -> Any:
         async with asyncio.timeout(TIME_LIMIT_S):
-            return await function(config, sample)
+            return await function(config, asked)
 
     return reward

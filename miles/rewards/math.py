@@ -38,9 +38,14 @@ async def math_reward(config: RunConfig, sample: Sample) -> float:
 
     Raises: ValueError if the label can't be read as mathematics; MathTimeout.
     """
+    return await judge(sample.label, sample.response)
+
+
+async def judge(label: str, response: str) -> float:
+    """`math_reward` of two texts."""
     loop = asyncio.get_running_loop()
     pool = _pool()
-    return await loop.run_in_executor(pool.threads, pool.judge, sample.label, sample.response)
+    return await loop.run_in_executor(pool.threads, pool.judge, label, response)
 
 
 @functools.cache

@@ -1,171 +1,241 @@
 """Prompts as samples, and the exact position in them that a checkpoint keeps."""
 
+import bisect
 import copy
 import hashlib
-import math
-import random
-from decimal import Decimal
-from pathlib import Path
-from typing import Any
-
-from jinja2 import TemplateError
+import itertools
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 from miles.config import RunConfig
-from miles.rollout.prompt_file import BadRow, Number, plain, raise_problems, read_rows
+from miles.config.paths import split_slice
+from miles.rollout.data_order import epoch_order, prompts_per_epoch
+from miles.rollout.prompt_file import ROWS_AT_ONCE, BadRow, Problems, Row, open_prompt_file
+from miles.rollout.prompt_format import PromptFormat
 from miles.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 class PromptDataset:
-    """A prompt file as a list of samples in the file's order, tokens filled in, checked completely on construction.
+    """The prompts of a file as samples in the file's order, tokens filled in.
+
+    The constructor goes through the whole file and checks every row; what it keeps of a prompt is where it stands.
+    Samples are made anew, from the file, each time they are asked for.
+
+    Prompts of more than max_prompt_len tokens are left out, and their number is logged.
 
     Args:
-        path: a .jsonl or .parquet file (see miles.rollout.prompt_file).
+        path: a .jsonl or .parquet file (see miles.rollout.prompt_file), or `file@[a:b]`: its rows a to b.
         tokenizer: a Hugging Face tokenizer. Special tokens are never added to a plain string.
-        input_key: column of the prompt: a string, or a list of chat messages, which needs apply_chat_template.
-        label_key: column of the expected answer, a string or number, kept digit for digit as a string; None: no labels.
-        metadata_key: column of a dict for rewards and custom code; may be absent.
-        apply_chat_template: render chat messages (a string counts as one user message) and open the answer.
-        apply_chat_template_kwargs: passed on to the template, such as {"enable_thinking": False}.
+        form: the columns, and how a prompt is rendered.
         max_prompt_len: most tokens of a prompt, after the template; None: no limit.
 
-    Raises: ValueError that lists the unusable rows with file and line: the first ten and their number.
+    Attributes:
+        longest_prompt: tokens of the longest prompt.
+        too_long: rows that were left out.
+
+    Raises: ValueError that lists the unusable rows with file and line (the first ten and their number), or says that
+        no row is left.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Any,
-        *,
-        input_key: str,
-        label_key: str | None,
-        metadata_key: str,
-        apply_chat_template: bool,
-        apply_chat_template_kwargs: dict[str, Any],
-        max_prompt_len: int | None,
-    ) -> None:
-        self.path = Path(path)
-        if apply_chat_template and tokenizer.chat_template is None:
-            raise ValueError("--apply-chat-template: the tokenizer has no chat template; use one that has, or drop it")
-        columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
-        places, samples, problems = [], [], []
-        for place, row in read_rows(self.path, columns):
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                prompt = _prompt(row, input_key, apply_chat_template)
-                label = None if label_key is None else _label(row, label_key)
-                metadata = _metadata(row, metadata_key)
-                if apply_chat_template:
-                    prompt = _render(prompt, tokenizer, apply_chat_template_kwargs)
-            except BadRow as problem:
-                problems.append(f"{place}: {problem}")
-            else:
-                places.append(place)
-                samples.append(Sample(prompt=prompt, label=label, metadata=metadata))
-        if not samples and not problems:
-            raise ValueError(f"prompt file {self.path} has no rows")
-        if samples:
-            token_ids = tokenizer([sample.prompt for sample in samples], add_special_tokens=False)["input_ids"]
-            for place, sample, tokens in zip(places, samples, token_ids, strict=True):
-                sample.tokens = tokens
+    def __init__(self, path: str, tokenizer: Any, form: PromptFormat, max_prompt_len: int | None) -> None:
+        self.name = str(path)
+        form.check(tokenizer)
+        self._tokenizer = tokenizer
+        self._form = form
+        file, rows = split_slice(self.name)
+        self._file = open_prompt_file(file, form.columns)
+        self._keys = array("Q")
+        self.longest_prompt = 0
+        self.too_long = 0
+        problems = Problems(file)
+        too_long = ""
+        for batch in itertools.batched(self._file.scan(rows), ROWS_AT_ONCE):
+            for row, sample in self._checked(batch, problems):
+                tokens = len(sample.tokens)
                 if not tokens:
-                    problems.append(f"{place}: the prompt has no tokens")
-                elif max_prompt_len is not None and len(tokens) > max_prompt_len:
-                    problems.append(
-                        f"{place}: the prompt has {len(tokens)} tokens; at most {max_prompt_len} are allowed"
-                    )
-        raise_problems(self.path, problems)
-        self.samples: list[Sample] = samples
+                    problems.add(row.place, "the prompt has no tokens")
+                elif max_prompt_len is not None and tokens > max_prompt_len:
+                    self.too_long += 1
+                    too_long = too_long or f"{row.place} has {tokens} tokens"
+                else:
+                    self._keys.append(row.key)
+                    self.longest_prompt = max(self.longest_prompt, tokens)
+        problems.check()
+        if self.too_long:
+            left_out = f"prompts of more than {max_prompt_len} tokens; the first, {too_long}"
+            if not self._keys:
+                raise ValueError(
+                    f"{self.name} has only {left_out}: raise --rollout-max-prompt-len and --rollout-max-context-len, "
+                    "or give other prompts"
+                )
+            logger.warning("%s: left out %d of %d %s", self.name, self.too_long, len(self) + self.too_long, left_out)
+        if not self._keys:
+            raise ValueError(f"prompt file {self.name} has no rows")
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, path: str, tokenizer: Any, *, input_key: str, label_key: str | None
+    ) -> Self:
+        """The prompts of `path`, read as `config` says, with these columns of prompt and label.
+
+        The longest prompt allowed has rollout_max_prompt_len tokens, and one less than rollout_max_context_len, so that
+        at least one token can be generated.
+        """
+        limits = [] if config.rollout_max_prompt_len is None else [config.rollout_max_prompt_len]
+        if config.rollout_max_context_len is not None:
+            limits.append(config.rollout_max_context_len - 1)
+        form = PromptFormat.from_config(config, input_key=input_key, label_key=label_key)
+        return cls(path, tokenizer, form, min(limits, default=None))
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self._keys)
 
-    def __getitem__(self, row: int) -> Sample:
-        return self.samples[row]
+    def __getitem__(self, prompt: int) -> Sample:
+        return self.take([prompt])[0]
 
-    def fingerprint(self) -> str:
-        """SHA-256 of the file's bytes."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    def __iter__(self) -> Iterator[Sample]:
+        for prompts in itertools.batched(range(len(self)), ROWS_AT_ONCE):
+            yield from self.take(prompts)
+
+    def take(self, prompts: Sequence[int]) -> list[Sample]:
+        """New samples of these prompts, counted from 0, in this order."""
+        rows = self._file.read([self._keys[prompt] for prompt in prompts])
+        samples = [self._form.sample(row, self._tokenizer) for row in rows]
+        self._tokenize(samples)
+        return samples
+
+    def fingerprint(self) -> dict[str, Any]:
+        """For JSON: SHA-256 of the file's bytes, the number of prompts, and SHA-256 of where they stand in the file."""
+        return {
+            "path": self.name,
+            "sha256": self._file.sha256(),
+            "prompts": len(self),
+            "chosen": hashlib.sha256(self._keys.tobytes()).hexdigest(),
+        }
+
+    def _checked(self, rows: Sequence[Row], problems: Problems) -> list[tuple[Row, Sample]]:
+        good = []
+        for row in rows:
+            try:
+                if isinstance(row.content, BadRow):
+                    raise row.content
+                good.append((row, self._form.sample(row.content, self._tokenizer)))
+            except BadRow as problem:
+                problems.add(row.place, problem)
+        self._tokenize([sample for _, sample in good])
+        return good
+
+    def _tokenize(self, samples: list[Sample]) -> None:
+        if samples:
+            texts = [sample.prompt for sample in samples]
+            token_ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for sample, tokens in zip(samples, token_ids, strict=True):
+                sample.tokens = tokens
 
 
 class RolloutDataSource:
     """Hands out groups of samples, epoch after epoch, and knows its position exactly.
 
-    With `rollout_shuffle` the order of epoch e is drawn from the seed `rollout_seed + e`.
-    Prompts come from `prompt_data`; the limit of a prompt is `rollout_max_prompt_len` tokens, and one less than
-    `rollout_max_context_len`, so that at least one token can be generated.
+    The order of an epoch is that of `miles.rollout.data_order.epoch_order`, with `prompt_data_weights` as weights, and
+    with `rollout_shuffle` the seed `rollout_seed`.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any) -> None:
-        limits = [config.rollout_max_prompt_len]
-        if config.rollout_max_context_len is not None:
-            limits.append(config.rollout_max_context_len - 1)
-        self.dataset = PromptDataset(
-            config.prompt_data,
-            tokenizer,
-            input_key=config.input_key,
-            label_key=config.label_key,
-            metadata_key=config.metadata_key,
-            apply_chat_template=config.apply_chat_template,
-            apply_chat_template_kwargs=config.apply_chat_template_kwargs,
-            max_prompt_len=min((limit for limit in limits if limit is not None), default=None),
-        )
+        self._datasets = [
+            PromptDataset.from_config(config, path, tokenizer, input_key=config.input_key, label_key=config.label_key)
+            for path in config.prompt_data
+        ]
+        self._sizes = [len(dataset) for dataset in self._datasets]
+        self._starts = list(itertools.accumulate(self._sizes, initial=0))
+        self._weights = config.prompt_data_weights
+        for path, count in zip(config.prompt_data, prompts_per_epoch(self._sizes, self._weights), strict=True):
+            if count == 0:
+                raise ValueError(
+                    f"--prompt-data-weights: {path} gets none of the {len(self)} prompts of an epoch; "
+                    "raise its weight, or leave it out"
+                )
         self._samples_per_prompt = config.n_samples_per_prompt
         self._seed = config.rollout_seed if config.rollout_shuffle else None
-        self._fingerprint = f"{self.dataset.fingerprint()} shuffle seed {self._seed}"
+        self._fingerprint = {
+            "files": [dataset.fingerprint() for dataset in self._datasets],
+            "weights": self._weights,
+            "shuffle_seed": self._seed,
+        }
         self._group_index = 0
         self._sample_index = 0
         self._start_epoch(0)
 
     def __len__(self) -> int:
         """Number of prompts in an epoch."""
-        return len(self.dataset)
+        return self._starts[-1]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(dataset.longest_prompt for dataset in self._datasets)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._offset = 0
-        self._order = list(range(len(self.dataset)))
-        if self._seed is not None:
-            random.Random(self._seed + epoch).shuffle(self._order)
+        self._order = epoch_order(self._sizes, self._weights, self._seed, epoch)
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
         """The next num_groups prompts, each as n_samples_per_prompt samples; goes on into the next epoch."""
-        groups = []
-        while len(groups) < num_groups:
+        prompts: list[int] = []
+        while len(prompts) < num_groups:
             if self._offset == len(self._order):
                 self._start_epoch(self._epoch + 1)
-            prompt = self.dataset[self._order[self._offset]]
-            group = [copy.deepcopy(prompt) for _ in range(self._samples_per_prompt)]
-            for sample in group:
-                sample.group_index = self._group_index
-                sample.index = self._sample_index
-                self._sample_index += 1
-            groups.append(group)
-            self._group_index += 1
-            self._offset += 1
-        return groups
+            taken = self._order[self._offset : self._offset + num_groups - len(prompts)]
+            prompts += taken
+            self._offset += len(taken)
+        return [self._group(sample) for sample in self._take(prompts)]
 
-    def state_dict(self) -> dict[str, int | str]:
-        """The position for JSON: the epoch, prompts consumed in it, the next group's and the next sample's index."""
+    def _take(self, prompts: Sequence[int]) -> list[Sample]:
+        files = [bisect.bisect_right(self._starts, prompt) - 1 for prompt in prompts]
+        samples: list[Iterator[Sample]] = [
+            iter(
+                dataset.take(
+                    [prompt - self._starts[i] for prompt, file in zip(prompts, files, strict=True) if file == i]
+                )
+            )
+            for i, dataset in enumerate(self._datasets)
+        ]
+        return [next(samples[file]) for file in files]
+
+    def _group(self, prompt: Sample) -> list[Sample]:
+        group = [copy.deepcopy(prompt) for _ in range(self._samples_per_prompt)]
+        for sample in group:
+            sample.group_index = self._group_index
+            sample.index = self._sample_index
+            self._sample_index += 1
+        self._group_index += 1
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position for JSON: the epoch, prompts consumed in it, the next group's and the next sample's index, and
+        what they are a position in."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
             "group_index": self._group_index,
             "sample_index": self._sample_index,
-            "fingerprint": self._fingerprint,
+            "data": self._fingerprint,
         }
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
-        Raises: ValueError if the file's content or the order of its rows is not what the position was saved for.
+        Raises: ValueError that says what is different, if a file's content, the choice of its rows or their order is
+            not what the position was saved for. A file may have moved.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if differences := list(_differences(state["data"], self._fingerprint)):
             raise ValueError(
-                f"the saved position belongs to other data: {self.dataset.path} now has SHA-256 {self._fingerprint}, "
-                f"saved was {state['fingerprint']}; give the same --prompt-data, --rollout-shuffle and --rollout-seed, "
-                "or start without loading"
+                f"the saved position belongs to other data: {'; '.join(differences)}. Give what was given then, or "
+                "start without loading"
             )
         self._start_epoch(state["epoch"])
         self._offset = state["offset"]
@@ -173,62 +243,18 @@ class RolloutDataSource:
         self._sample_index = state["sample_index"]
 
 
-def _prompt(row: dict[str, Any], key: str, apply_chat_template: bool) -> str | list[dict[str, Any]]:
-    if row.get(key) is None:
-        raise BadRow(f"no {key!r} (--input-key); the row has {', '.join(map(repr, row)) or 'no keys'}")
-    prompt = row[key]
-    if isinstance(prompt, str) and not isinstance(prompt, Number):
-        if not prompt.strip():
-            raise BadRow(f"{key!r} is empty")
-        _check_unicode(prompt, key)
-        return [{"role": "user", "content": prompt}] if apply_chat_template else prompt
-    if not isinstance(prompt, list):
-        raise BadRow(f"{key!r} is {_shown(prompt)}; a string or a list of chat messages is allowed")
-    if not apply_chat_template:
-        raise BadRow(f"{key!r} is a list of chat messages, which needs --apply-chat-template")
-    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
-        raise BadRow(f"{key!r} must be a list of at least one message, each with a 'role' and its content")
-    return plain(prompt)
-
-
-def _label(row: dict[str, Any], key: str) -> str:
-    label = row.get(key)
-    if label is None:
-        raise BadRow(f"no label {key!r} (--label-key); the row has {', '.join(map(repr, row))}")
-    if isinstance(label, bool) or not isinstance(label, str | int | float | Decimal):
-        raise BadRow(f"the label {key!r} is {_shown(label)}; a string or a number is allowed")
-    if isinstance(label, float) and not math.isfinite(label):
-        raise BadRow(f"the label {key!r} is {label}")
-    label = str(label)
-    _check_unicode(label, key)
-    return label
-
-
-def _metadata(row: dict[str, Any], key: str) -> dict[str, Any]:
-    metadata = row.get(key)
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict):
-        raise BadRow(f"{key!r} (--metadata-key) is {_shown(metadata)}; an object is allowed")
-    return plain(metadata)
-
-
-def _render(messages: list[dict[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    except (TemplateError, TypeError) as error:
-        raise BadRow(f"the chat template refuses the messages: {error}") from error
-    _check_unicode(text, "prompt")
-    return text
-
-
-def _check_unicode(text: str, key: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(f"{key!r} holds half a surrogate pair at character {error.start}: not Unicode text") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(plain(value))
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(plain(value)).__name__})"
+def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if len(saved["files"]) != len(now["files"]):
+        yield f"--prompt-data had {len(saved['files'])} files and has {len(now['files'])}"
+        return
+    for then, file in zip(saved["files"], now["files"], strict=True):
+        if file["sha256"] != then["sha256"]:
+            yield f"{file['path']} has SHA-256 {file['sha256']}, and {then['path']} had {then['sha256']}"
+        elif file["chosen"] != then["chosen"]:
+            yield (
+                f"{file['path']} gives {file['prompts']} prompts and {then['path']} gave {then['prompts']}, or others "
+                "(its slice, the limit of a prompt, the tokenizer or the template is different)"
+            )
+    for name, flag in (("weights", "--prompt-data-weights"), ("shuffle_seed", "--rollout-shuffle and --rollout-seed")):
+        if saved[name] != now[name]:
+            yield f"{flag} were {saved[name]} and are {now[name]}"

@@ -15,15 +15,8 @@ class EvaluationSets:
         self._samples_per_prompt = config.n_samples_per_eval_prompt
         pairs = config.eval_prompt_data or []
         self._datasets = {
-            name: PromptDataset(
-                path,
-                tokenizer,
-                input_key=config.eval_input_key,
-                label_key=config.eval_label_key,
-                metadata_key=config.metadata_key,
-                apply_chat_template=config.apply_chat_template,
-                apply_chat_template_kwargs=config.apply_chat_template_kwargs,
-                max_prompt_len=config.rollout_max_prompt_len,
+            name: PromptDataset.from_config(
+                config, path, tokenizer, input_key=config.eval_input_key, label_key=config.eval_label_key
             )
             for name, path in zip(pairs[::2], pairs[1::2], strict=True)
         }
@@ -34,7 +27,7 @@ class EvaluationSets:
 
     def _groups_of(self, dataset: PromptDataset) -> list[list[Sample]]:
         groups = []
-        for group_index, prompt in enumerate(dataset.samples):
+        for group_index, prompt in enumerate(dataset):
             group = [copy.deepcopy(prompt) for _ in range(self._samples_per_prompt)]
             for member, sample in enumerate(group):
                 sample.group_index = group_index

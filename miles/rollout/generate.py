@@ -3,14 +3,14 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.rollout.slots import Slots
 from miles.utils.types import Sample
 
 WATCH_SECONDS = 3.0
@@ -106,7 +106,7 @@ class GroupGenerator:
         tokenizer: Any,
         check_engines: Callable[[], Awaitable[None]],
     ) -> None:
-        self._slots = _Slots(clients, limit)
+        self._slots = Slots(clients, limit)
         self._tokenizer = tokenizer
         self._end_ids = end_token_ids(config.hf_checkpoint, tokenizer)
         self._check_engines = check_engines
@@ -208,36 +208,3 @@ def end_token_ids(checkpoint: str | Path, tokenizer: Any) -> frozenset[int]:
             value = json.loads(path.read_text()).get("eos_token_id")
             ids.update(value if isinstance(value, list) else [value])
     return frozenset(ids - {None})
-
-
-class _Slots:
-    """Shares out the engines, the least loaded first, at most `limit` samples each.
-
-    A group larger than the limit waits for an idle engine and has it alone.
-    """
-
-    def __init__(self, clients: Sequence[SGLangClient], limit: int) -> None:
-        self._clients = clients
-        self._limit = limit
-        self._load = [0] * len(clients)
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def take(self, count: int) -> AsyncIterator[SGLangClient]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._fits(count))
-            engine = self._least_loaded()
-            self._load[engine] += count
-        try:
-            yield self._clients[engine]
-        finally:
-            self._load[engine] -= count
-            async with self._changed:
-                self._changed.notify_all()
-
-    def _least_loaded(self) -> int:
-        return min(range(len(self._load)), key=self._load.__getitem__)
-
-    def _fits(self, count: int) -> bool:
-        load = self._load[self._least_loaded()]
-        return load == 0 or load + count <= self._limit

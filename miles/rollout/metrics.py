@@ -1,4 +1,8 @@
-"""What can be said about a rollout or an evaluation from its samples alone."""
+"""What can be said about a rollout or an evaluation from its samples alone.
+
+Lengths are those of samples; rewards are those of trajectories: samples that share one have one reward, which counts
+once.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float] | None) 
 
     Args:
         samples: all samples of the rollout.
-        rewards: the normalised reward of each, or None for supervised samples, which have no reward metrics.
+        rewards: the normalised reward of each, or None where nothing is rewarded: there are no reward metrics then.
     """
     if not samples:
         raise ValueError("a rollout without samples has no metrics")
@@ -24,17 +28,12 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float] | None) 
         "rollout/truncated_ratio": _truncated_ratio(samples),
         "rollout/removed_ratio": float(np.mean([sample.remove_sample for sample in samples])),
     }
-    if rewards is None:
-        return metrics
-    metrics |= {
-        "rollout/raw_reward": _mean(counted_rewards(samples)),
-        "rollout/rewards": float(np.mean(rewards)),
-        "rollout/none_reward_ratio": _none_reward_ratio(samples),
-        **_zero_std(samples),
-    }
-    log_probs = [value for sample in samples for value in sample.rollout_log_probs or ()]
-    if log_probs:
+    if rewards is not None:
+        metrics |= _rewards(samples, rewards)
+    scored = [sample for sample in samples if sample.rollout_log_probs is not None]
+    if log_probs := [value for sample in scored for value in _trained(sample, sample.rollout_log_probs)]:
         metrics["rollout/rollout_log_probs"] = float(np.mean(log_probs))
+    metrics |= _teacher(samples)
     if any(sample.weight_versions for sample in samples):
         mixed = [len(set(sample.weight_versions)) > 1 for sample in samples]
         metrics["rollout/weight_version/mixed_version_ratio"] = float(np.mean(mixed))
@@ -45,12 +44,48 @@ def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
     """The metrics `eval/<name>*` of `miles.tracking.metrics` for one evaluation set."""
     if not samples:
         raise ValueError(f"evaluation {name!r} has no samples")
+    rewards = [sample.reward for sample in samples]
     return {
-        f"eval/{name}": _mean([sample.reward for sample in samples]),
-        f"eval/{name}-none_reward_ratio": _none_reward_ratio(samples),
+        f"eval/{name}": _mean(rewards),
+        f"eval/{name}-none_reward_ratio": _none_ratio(rewards),
         f"eval/{name}-truncated_ratio": _truncated_ratio(samples),
         **_response_lengths(f"eval/{name}/response_len", samples),
     }
+
+
+def _trained(sample: Sample, values: Sequence[float]) -> Sequence[float]:
+    """Those of one value a response token that stand at trainable tokens."""
+    if sample.loss_mask is None:
+        return values
+    return [value for value, mask in zip(values, sample.loss_mask, strict=True) if mask]
+
+
+def _rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
+    counted = counted_rewards(samples)
+    chosen: dict[int, int] = {}
+    for place, sample in enumerate(samples):
+        # Pieces of a trajectory have one reward, but for those that are removed: one that counts speaks for all.
+        if sample.trajectory not in chosen or counted[chosen[sample.trajectory]] is None:
+            chosen[sample.trajectory] = place
+    places = list(chosen.values())
+    raw = [counted[place] for place in places]
+    return {
+        "rollout/raw_reward": _mean(raw),
+        "rollout/rewards": float(np.mean([rewards[place] for place in places])),
+        "rollout/none_reward_ratio": _none_ratio([samples[place].reward for place in places]),
+        **_zero_std(raw, [samples[place].group_index for place in places]),
+    }
+
+
+def _teacher(samples: Sequence[Sample]) -> dict[str, float]:
+    """How likely the trainable tokens are to the teacher of on-policy distillation. The trainer measures the KL."""
+    taught = [sample for sample in samples if sample.teacher_log_probs is not None and not sample.remove_sample]
+    masks = [[1] * sample.response_length if sample.loss_mask is None else sample.loss_mask for sample in taught]
+    trained = np.array([value for mask in masks for value in mask], dtype=bool)
+    if not trained.any():
+        return {}
+    log_probs = np.concatenate([sample.teacher_log_probs for sample in taught])
+    return {"rollout/teacher_log_probs": float(log_probs[trained].mean())}
 
 
 def _mean(rewards: Sequence[float | None]) -> float:
@@ -59,8 +94,8 @@ def _mean(rewards: Sequence[float | None]) -> float:
     return float(np.mean(known)) if known else float("nan")
 
 
-def _none_reward_ratio(samples: Sequence[Sample]) -> float:
-    return float(np.mean([sample.reward is None for sample in samples]))
+def _none_ratio(rewards: Sequence[float | None]) -> float:
+    return float(np.mean([reward is None for reward in rewards]))
 
 
 def _truncated_ratio(samples: Sequence[Sample]) -> float:
@@ -73,12 +108,12 @@ def _response_lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float
     return {f"{prefix}/{name}": float(statistic(lengths)) for name, statistic in statistics.items()}
 
 
-def _zero_std(samples: Sequence[Sample]) -> dict[str, float]:
+def _zero_std(rewards: Sequence[float | None], group_indices: Sequence[int]) -> dict[str, float]:
     """Groups that teach nothing, because all their members got the same reward."""
     groups = defaultdict(list)
-    for sample, reward in zip(samples, counted_rewards(samples), strict=True):
+    for group, reward in zip(group_indices, rewards, strict=True):
         if reward is not None:
-            groups[sample.group_index].append(reward)
+            groups[group].append(reward)
     if not groups:
         return {}
     equal = [rewards[0] for rewards in groups.values() if min(rewards) == max(rewards)]

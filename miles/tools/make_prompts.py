@@ -1,8 +1,9 @@
 """Writes prompts of a task as jsonl: {"input": ..., "label": ..., "metadata": {"task": ...}} a line, all distinct.
 
 Tasks: `reverse` (reverse a string of 3 to 6 digits), `addition` (of two two-digit numbers) and `rg:NAME`, any data set
-of the package reasoning-gym, such as rg:chain_sum; its label is the data set's own answer, so choose one with a single
-right answer. For held-out prompts name the training file with --exclude.
+of the package reasoning-gym, such as rg:chain_sum. There the label is the data set's own answer, or null where it has
+no single one, and the metadata has the whole entry, from which the data set's own scorer judges an answer. For
+held-out prompts name the training file with --exclude.
 """
 
 import itertools
@@ -10,8 +11,9 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from miles.rollout.prompt_file import BadRow, raise_problems, read_rows
+from miles.rollout.prompt_file import BadRow, Problems, open_prompt_file
 from miles.tools import run
 
 DRAWS_PER_PROMPT = 100
@@ -33,10 +35,11 @@ def addition(seed: int) -> Iterator[tuple[str, str]]:
         yield f"What is {a} + {b}? Answer with the number only.", str(a + b)
 
 
-def reasoning_gym_pairs(name: str, seed: int, size: int) -> Iterator[tuple[str, str]]:
-    """Up to size (question, answer) pairs of a reasoning-gym data set with its default settings.
+def reasoning_gym_rows(name: str, seed: int, size: int) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """Up to size (question, answer, {"entry": entry}) of a reasoning-gym data set with its default settings.
 
-    Raises: ValueError if the package is missing, the name is unknown, or the data set has no single answer.
+    Raises: ValueError if the package is missing, the name is unknown, the data set needs settings, or its scorer does
+        not understand an entry that was written as JSON.
     """
     try:
         import reasoning_gym
@@ -45,12 +48,16 @@ def reasoning_gym_pairs(name: str, seed: int, size: int) -> Iterator[tuple[str, 
         raise ValueError(f"task rg:{name} needs a package ({error}): pip install reasoning-gym==0.1.25") from error
     if name not in DATASETS:
         raise ValueError(f"task rg:{name}: reasoning-gym has no such data set; it has {', '.join(sorted(DATASETS))}")
-    dataset = reasoning_gym.create_dataset(name, seed=seed, size=size)
+    try:
+        dataset = reasoning_gym.create_dataset(name, seed=seed, size=size)
+    except AssertionError as error:  # its way to refuse settings
+        raise ValueError(f"task rg:{name}: the data set cannot be used as it is: {error}") from error
     for row in range(size):
         entry = dataset[row]
-        if entry["answer"] is None:
-            raise ValueError(f"task rg:{name} has no single right answer, which a label must be; take another data set")
-        yield entry["question"], str(entry["answer"])
+        answer, written = entry["answer"], json.loads(json.dumps(entry))
+        if answer is not None and dataset.score_answer(answer, written) != dataset.score_answer(answer, entry):
+            raise ValueError(f"task rg:{name}: its scorer needs what JSON does not keep, such as tuples; take another")
+        yield entry["question"], None if answer is None else str(answer), {"entry": written}
 
 
 TASKS: dict[str, Callable[[int], Iterator[tuple[str, str]]]] = {"reverse": reverse, "addition": addition}
@@ -75,16 +82,17 @@ def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tupl
     seen = set().union(*(_prompts_of(path) for path in exclude))
     limit = (num + len(seen)) * DRAWS_PER_PROMPT
     if task.startswith("rg:"):
-        pairs = reasoning_gym_pairs(task.removeprefix("rg:"), seed, limit)
+        drawn = reasoning_gym_rows(task.removeprefix("rg:"), seed, limit)
     elif task in TASKS:
-        pairs = TASKS[task](seed)
+        drawn = ((prompt, answer, {}) for prompt, answer in TASKS[task](seed))
     else:
         raise ValueError(f"--task {task}: allowed are {', '.join(TASKS)} and rg:NAME, a data set of reasoning-gym")
     rows: list[str] = []
-    for prompt, answer in itertools.islice(pairs, limit):
+    for prompt, answer, more in itertools.islice(drawn, limit):
         if prompt not in seen:
             seen.add(prompt)
-            rows.append(json.dumps({"input": prompt, "label": answer, "metadata": {"task": task}}, ensure_ascii=False))
+            row = {"input": prompt, "label": answer, "metadata": {"task": task, **more}}
+            rows.append(json.dumps(row, ensure_ascii=False))
             if len(rows) == num:
                 break
     else:
@@ -97,13 +105,13 @@ def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tupl
 
 
 def _prompts_of(path: Path) -> set[str]:
-    prompts, problems = set(), []
-    for place, row in read_rows(path, ["input"]):
+    prompts, problems = set(), Problems(path)
+    for place, _, row in open_prompt_file(path, ["input"]).scan():
         if isinstance(row, BadRow) or not isinstance(row.get("input"), str):
-            problems.append(f"{place}: {row if isinstance(row, BadRow) else 'no input'}")
+            problems.add(place, row if isinstance(row, BadRow) else "no input")
         else:
             prompts.add(row["input"])
-    raise_problems(path, problems)
+    problems.check()
     return prompts
 
 

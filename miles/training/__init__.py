@@ -1,1 +1,1 @@
-"""The maths of training, as pure functions of tensors: batch, schedule, packing, advantages, losses."""
+"""The maths of training, as pure functions of tensors: batch, schedule, packing, advantages, losses, corrections."""

@@ -33,12 +33,15 @@ COLUMNS = {
         Column("tokens", np.int64, "token", required=True),
         Column("loss_masks", np.int32, "response_token", required=True),
         Column("rollout_log_probs", np.float32, "response_token"),
+        Column("teacher_log_probs", np.float32, "response_token"),
         Column("rewards", np.float32, "sample"),
         Column("raw_reward", np.float32, "sample"),
         Column("truncated", np.int64, "sample", required=True),
         Column("sample_indices", np.int64, "sample", required=True),
         Column("group_indices", np.int64, "sample", required=True),
+        Column("rollout_ids", np.int64, "sample", required=True),
         Column("token_weights", np.float32, "sample"),
+        Column("metric_weights", np.float32, "sample"),
     )
 }
 
@@ -103,7 +106,13 @@ class TrainBatch:
     @property
     def mask_sums(self) -> np.ndarray:
         """Unmasked response tokens of each sample: int64 [samples]."""
-        return np.diff(offsets_of(self.columns["loss_masks"])[self.response_offsets])
+        sums = np.zeros(len(self), dtype=np.int64)
+        held = self.response_lengths > 0
+        if held.any():
+            # In the column's own type: adding up in another is many times slower.
+            starts = self.response_offsets[:-1][held]
+            sums[held] = np.add.reduceat(self.columns["loss_masks"], starts, dtype=np.int32)
+        return sums
 
     def row(self, name: str, index: int) -> np.ndarray | np.generic:
         """The values of one sample in one column."""
@@ -141,7 +150,7 @@ class TrainBatch:
 
         Args:
             samples: finished samples; `reward` a number or None (abstained).
-            rewards: the normalised reward of each sample (its advantage), or None for supervised samples.
+            rewards: what `shape_rewards` made of each sample's reward, or None for supervised samples.
 
         Raises:
             ValueError: a sample that can't be trained on, with its index and the reason.
@@ -152,10 +161,6 @@ class TrainBatch:
             raise ValueError(f"got {len(rewards)} rewards for {len(samples)} samples")
         for sample in samples:
             _check_sample(sample)
-        with_log_probs = sum(sample.rollout_log_probs is not None for sample in samples)
-        if with_log_probs not in (0, len(samples)):
-            raise ValueError(f"{with_log_probs} of {len(samples)} samples have rollout_log_probs: all or none must")
-
         response_lengths = np.array([sample.response_length for sample in samples], dtype=np.int64)
         masks = [[1] * s.response_length if s.loss_mask is None else s.loss_mask for s in samples]
         counted = np.array([not s.remove_sample and (rewards is None or s.reward is not None) for s in samples])
@@ -165,9 +170,19 @@ class TrainBatch:
             "truncated": np.array([sample.status.value == "truncated" for sample in samples], dtype=np.int64),
             "sample_indices": np.array([sample.index for sample in samples], dtype=np.int64),
             "group_indices": np.array([sample.group_index for sample in samples], dtype=np.int64),
+            "rollout_ids": np.array([sample.trajectory for sample in samples], dtype=np.int64),
         }
-        if with_log_probs:
-            columns["rollout_log_probs"] = _flat((sample.rollout_log_probs for sample in samples), np.float32)
+        _check_rollouts(columns["rollout_ids"], columns["group_indices"])
+        log_probs = {
+            "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+            "teacher_log_probs": [sample.teacher_log_probs for sample in samples],
+        }
+        for name, values in log_probs.items():
+            given = sum(value is not None for value in values)
+            if given not in (0, len(samples)):
+                raise ValueError(f"{given} of {len(samples)} samples have {name}: all or none must")
+            if given:
+                columns[name] = _flat(values, np.float32)
         if rewards is not None:
             raw = [np.nan if sample.reward is None else sample.reward for sample in samples]
             columns["raw_reward"] = np.array(raw, dtype=np.float32)
@@ -181,6 +196,17 @@ class TrainBatch:
 
 def _flat(rows, dtype) -> np.ndarray:
     return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+
+
+def _check_rollouts(rollout_ids: np.ndarray, group_indices: np.ndarray) -> None:
+    _, first, rollout = np.unique(rollout_ids, return_index=True, return_inverse=True)
+    stray = np.flatnonzero(group_indices != group_indices[first][rollout])
+    if len(stray):
+        groups = np.unique(group_indices[rollout_ids == rollout_ids[stray[0]]]).tolist()
+        raise ValueError(
+            f"rollout_id {rollout_ids[stray[0]]} is shared by samples of the groups {groups}: only pieces of one "
+            "trajectory may share it; a sample without one has its index as rollout_id"
+        )
 
 
 def _check_sample(sample: "Sample") -> None:

@@ -31,7 +31,10 @@ class PackedBatch:
         logit_index_N: int64, the row of T whose logits predict each response token.
         target_N: int64 id of each response token.
         weight_N: float32 weight of each response token in the step's mean; 0 where masked. The sum over all
-            micro-batches, data-parallel and context-parallel ranks of a step is 1, or 0 if the whole step is masked.
+            micro-batches, data-parallel and context-parallel ranks of a step is 1, or 0 if the whole step is masked;
+            with --constant-loss-length it is another.
+        metric_weight_N: float32 weight of each response token in the step's mean of a metric: as `weight_N`, but its
+            sum is 1 with --constant-loss-length, too.
         mask_N: bool, True where the token is trained on.
         sample_N: int64, which of the S samples each response token belongs to.
         response_index_N: int64 on the CPU: the place of each response token in a flat per-response-token column of the
@@ -47,6 +50,7 @@ class PackedBatch:
     logit_index_N: torch.Tensor
     target_N: torch.Tensor
     weight_N: torch.Tensor
+    metric_weight_N: torch.Tensor
     mask_N: torch.Tensor
     sample_N: torch.Tensor
     response_index_N: torch.Tensor
@@ -63,7 +67,7 @@ def pack(
     cp_size: int = 1,
     **extra_response_columns: torch.Tensor,
 ) -> PackedBatch:
-    """Packs `rows` of a rank's batch, which has the column `token_weights`, into one micro-batch.
+    """Packs `rows` of a rank's batch, which has the weights of `shard`, into one micro-batch.
 
     Args:
         batch: a `TrainShard.batch`.
@@ -100,7 +104,9 @@ def pack(
     here_N = row_of[target_index_N - 1] >= 0
     target_index_N, sample_N, response_index_N = (x[here_N] for x in (target_index_N, sample_N, response_index_N))
     mask_N = batch["loss_masks"][response_index_N] > 0
-    weight_N = np.where(mask_N, batch["token_weights"][rows][sample_N], np.float32(0))
+
+    def spread(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.where(mask_N, batch[name][rows][sample_N], np.float32(0))).to(device)
 
     index_N = torch.from_numpy(response_index_N)
     columns = {
@@ -118,7 +124,8 @@ def pack(
         max_seqlen=int(sequence_lengths.max()),
         logit_index_N=torch.from_numpy(row_of[target_index_N - 1]).to(device),
         target_N=torch.from_numpy(tokens[target_index_N]).to(device),
-        weight_N=torch.from_numpy(weight_N).to(device),
+        weight_N=spread("token_weights"),
+        metric_weight_N=spread("metric_weights"),
         mask_N=torch.from_numpy(mask_N).to(device),
         sample_N=torch.from_numpy(sample_N).to(device),
         response_index_N=index_N,

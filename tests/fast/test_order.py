@@ -1,113 +1,34 @@
 """The order of the whole driver: every call that `train.run` makes to trainer and engines, for every policy.
 
 The services only record. The main cases are written out; the others are compared with the tables of
-docs/advanced/colocate.md, told once more here.
+docs/advanced/colocate.md, told once more here. With a critic: test_order_with_critic.py.
 """
 
-import importlib.util
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 
-from miles.ray import placement_group
 from miles.ray.handover import Handover
-from miles.ray.rollout.rollout_manager import RolloutResult
-from miles.residency import filesystem
 from miles.residency.state import ResidencyError
-from miles.utils.arguments import parse_args
-
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-train = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(train)
-
-
-class Service:
-    """A client whose every call is written down as "<name> <verb> <arguments>"."""
-
-    def __init__(self, name, calls, answers, fail_at=None):
-        self._name, self._calls, self._answers, self._fail_at = name, calls, answers, fail_at
-
-    def __getattr__(self, verb):
-        if verb.startswith("_"):
-            raise AttributeError(verb)
-
-        async def call(*arguments):
-            words = (" ".join(argument) if isinstance(argument, list) else str(argument) for argument in arguments)
-            line = " ".join((self._name, verb, *(() if verb in ("connect", "train", "save") else words)))
-            line += f" {arguments[0]}" if verb in ("train", "save") else ""
-            if len(self._calls) == self._fail_at:
-                raise OSError(line)
-            self._calls.append(line)
-            return self._answers.get(verb, {})
-
-        return call
+from tests.fast.recording_driver import driver, steps_of
 
 
 @pytest.fixture
 def drive(tmp_path, monkeypatch):
-    """Runs `train.run` with recording services on the configuration of `flags`; returns the calls."""
-    (tmp_path / "model").mkdir()
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
-    (tmp_path / "prompts.jsonl").touch()
-    mounts = tmp_path / "mounts"
-    mounts.write_text("/dev/sda1 / ext4 rw 0 0\n")
-    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
-    monkeypatch.chdir(tmp_path)
-    base = [
-        *("--device", "cpu", "--actor-num-gpus-per-node", "4", "--hf-checkpoint", "model", "--label-key", "answer"),
-        *("--prompt-data", "prompts.jsonl", "--rm-type", "exact", "--num-rollout", "3", "--rollout-batch-size", "8"),
-        *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "16", "--no-use-tensorboard"),
-    ]
-    folders = itertools.count()
-
-    async def run(flags="--colocate", calls=None, fail_at=None):
-        config = parse_args([*base, *flags.split(), "--run-dir", str(tmp_path / f"run {next(folders)}")])
-        calls = [] if calls is None else calls
-        answers = {
-            "generate": RolloutResult([], {}),
-            "engine_urls": ["http://engine"],
-            "start_rollout_id": 0,
-            "resolved_config": config,
-        }
-        rollout, trainer = (Service(name, calls, answers, fail_at) for name in ("rollout", "trainer"))
-
-        async def create_rollout_manager(config, placement):
-            calls.append("rollout created")
-            return rollout
-
-        async def create_training_models(config, placement):
-            calls.append("trainer created")
-            return trainer
-
-        monkeypatch.setattr(placement_group, "create_placement_groups", lambda config: None)
-        monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)
-        monkeypatch.setattr(placement_group, "create_training_models", create_training_models)
-        await train.run(config)
-        return calls
-
-    return run
-
-
-def calls_of(text):
-    """The calls in it, separated by commas and line ends."""
-    return [call.strip() for call in text.strip().replace("\n", ",").split(",")]
+    """Runs `train.run` on the configuration of `flags`; returns the calls."""
+    return driver(tmp_path, monkeypatch)
 
 
 def three_steps(set_up, step):
-    """All calls; `{id}` of a step is the rollout's number, `{version}` that of the weights it sends."""
-    steps = [line.format(id=rollout_id, version=rollout_id + 2) for rollout_id in range(3) for line in calls_of(step)]
-    return ["rollout created", "rollout resolved_config", *calls_of(set_up), *steps, "rollout dispose"]
+    """All calls of a run of three equal steps."""
+    return steps_of(set_up, step, step, step)
 
 
 CASES = {
     "--colocate": three_steps(
         """
         rollout offload cuda_graph kv_cache weights
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
@@ -121,7 +42,7 @@ CASES = {
     "--colocate --colocate-memory-peak-device gpu": three_steps(
         """
         rollout offload_kv
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
@@ -135,7 +56,7 @@ CASES = {
     "--colocate --offload-rollout-level kv_cache": three_steps(
         """
         rollout offload_kv
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
@@ -149,7 +70,7 @@ CASES = {
     "--colocate --offload-rollout-level weight": three_steps(
         """
         rollout offload cuda_graph weights
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
@@ -163,7 +84,7 @@ CASES = {
     "--colocate --colocate-memory-peak-device gpu --offload-rollout-level": three_steps(
         """
         rollout offload_kv
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
@@ -176,7 +97,7 @@ CASES = {
     ),
     "--colocate --no-offload-rollout": three_steps(
         """
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1
         """,
@@ -190,7 +111,7 @@ CASES = {
     "--colocate --no-offload-train": three_steps(
         """
         rollout offload cuda_graph kv_cache weights
-        trainer created
+        trainer init
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer clear_memory, rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
@@ -203,7 +124,7 @@ CASES = {
     ),
     "--colocate --no-offload": three_steps(
         """
-        trainer created
+        trainer init
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1
         """,
@@ -216,7 +137,7 @@ CASES = {
     "--colocate --bf16 --rematerialize-param-from-master-weight": three_steps(
         """
         rollout offload cuda_graph kv_cache weights
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
         """,
@@ -231,7 +152,7 @@ CASES = {
     "--colocate --colocate-memory-peak-device gpu --tensor-model-parallel-size 2": three_steps(
         """
         rollout offload_kv
-        trainer created, trainer sleep
+        trainer init, trainer sleep
         trainer start_rollout_id, rollout engine_urls, trainer connect
         trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
         """,
@@ -251,9 +172,9 @@ CASES["--colocate --stream-optimizer-state-to-disk --offload-train-disk-dir ."] 
 CASES["--colocate --colocate-memory-peak-device gpu --offload-train-target disk --offload-train-disk-dir ."] = GPU
 CASES["--rollout-num-gpus 1"] = CASES["--colocate --no-offload"]
 # Where a side is missing nothing moves and nothing is sent.
-CASES["--colocate --debug-rollout-only"] = three_steps("trainer created", "rollout generate {id}")
+CASES["--colocate --debug-rollout-only"] = three_steps("", "rollout generate {id}")
 CASES["--colocate --debug-train-only --loss-type sft_loss"] = CASES["--loss-type sft_loss"] = three_steps(
-    "trainer created, trainer start_rollout_id", "rollout generate {id}, trainer train {id}"
+    "trainer init, trainer start_rollout_id", "rollout generate {id}, trainer train {id}"
 )
 
 
@@ -316,7 +237,7 @@ async def test_each_evaluation_is_preceded_by_its_check(drive, monkeypatch):
 async def test_a_call_that_fails_ends_the_run_there(drive, peak):
     flags, calls = f"--colocate --colocate-memory-peak-device {peak}", {"cpu": CPU, "gpu": GPU}[peak]
     for position, line in enumerate(calls):
-        if line.endswith("created"):
+        if line == "rollout created":
             continue
         made = []
         with pytest.raises(OSError, match=f"^{line}$"):
@@ -370,7 +291,7 @@ def told_by_the_tables(v):
         after_generate = engine_leaves + wakes
         after_train = sleeps + clears + weights_return + sync + pools_return
 
-    built = ["trainer created", *sleeps, "trainer start_rollout_id", "rollout engine_urls", "trainer connect"]
+    built = ["trainer init", *sleeps, "trainer start_rollout_id", "rollout engine_urls", "trainer connect"]
     set_up = [*engines_up, *built, *(line.format(version=1) for line in first_sync)]
     step = ["rollout generate {id}", *after_generate, "trainer train {id}", *after_train]
     return three_steps(", ".join(set_up), ", ".join(step))

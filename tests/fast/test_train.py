@@ -235,6 +235,75 @@ def test_a_run_and_the_same_with_memory_handed_over_killed_and_resumed(train, tm
     assert_same(continued, steps)
 
 
+PPO = ("--advantage-estimator", "ppo", "--num-critic-only-steps", "1", "--critic-lr", "0.003", "--lambd", "0.95")
+
+
+def check_ppo_steps(steps, count, parameters=None):
+    """The first step trains the critic alone. With `parameters` both models moved: each out and back once."""
+    assert [step["step"] for step in steps] == list(range(count))
+    for step in steps:
+        names = step.keys() - {"step", "wall_time"}
+        assert [name for name in names if describe(name) is None] == []
+        assert all(math.isfinite(step[name]) for name in names)
+        of_actor = {"train/loss", "train/grad_norm", "rollout/values", "perf/actor_train_time"}
+        assert names & of_actor == (of_actor if step["step"] else set())
+        assert names >= {"perf/values_time", "perf/critic_train_time", "critic-train/value_loss"}
+        assert step["critic-train/grad_norm"] > 1e-3 and step["critic-train/lr-pg_0"] == 0.003
+        assert step["critic-train/step"] == 2 * (step["step"] + 1)
+        if step["step"]:
+            assert step["train/step"] == 2 * step["step"]
+            assert step["train/train_rollout_logprob_abs_diff"] < GAP
+        if parameters:
+            moved = (12 * parameters if step["step"] else 0) + 12 * (parameters + 65)  # a head of 64 weights and a bias
+            assert moved <= step["perf/sleep_bytes"] == step["perf/wake_up_bytes"] <= 1.01 * moved
+    assert steps[-1]["critic-train/value_loss"] < steps[0]["critic-train/value_loss"]
+
+
+@pytest.mark.timeout(200)
+def test_ppo_with_actor_critic_and_engine_in_turns(train, tmp_path, tiny_checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    parameters = AutoModelForCausalLM.from_pretrained(tiny_checkpoint).num_parameters()
+    run = train("ppo", *COLOCATED, *PPO, "--check-residency", "--save", str(tmp_path / "saved"), rollouts=3)
+    assert run.wait() == 0, run.output[-3000:]
+    assert run.left() == []
+    check_ppo_steps(steps_of(tmp_path / "ppo"), 3, parameters)
+    assert "critic_built: critic comm leaves" in run.output and UNCHANGED in run.output
+    for folder in ("saved", "saved_critic"):
+        assert (tmp_path / folder / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ppo_the_same_with_memory_handed_over_killed_and_resumed(train, tmp_path):
+    straight = train("straight", *COLOCATED, *PPO, *ALL_STAY)
+    assert straight.wait() == 0, straight.output[-3000:]
+    steps = steps_of(tmp_path / "straight")
+    check_ppo_steps(steps, 4)
+
+    # Killed once the checkpoints of both are complete.
+    checkpoints = ("--save", str(tmp_path / "saved"), "--save-interval", "1", "--load", str(tmp_path / "saved"))
+    killed = train("resumed", *COLOCATED, *PPO, *checkpoints, "--check-residency")
+    assert killed.wait(text="step 2/4") is None, killed.output[-3000:]
+    killed.process.kill()
+    killed.wait()
+    assert killed.left(but=RAY_AGENTS) == []
+    disk = ("--offload-train-target", "disk", "--offload-train-disk-dir", str(tmp_path / "disk"))
+    run = train("resumed", *COLOCATED, *PPO, *checkpoints, *disk, "--check-residency")
+    assert run.wait() == 0, run.output[-3000:]
+    assert "step 2/4" not in run.output and "step 3/4" in run.output
+    assert_same(steps_of(tmp_path / "resumed"), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ppo_of_two_ranks_each_beside_an_engine(train, tmp_path):
+    parallel = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    run = train("split", *parallel, "--rollout-num-gpus", "1", *PPO, rollouts=3)
+    assert run.wait(timeout=180) == 0, run.output[-3000:]
+    check_ppo_steps(steps_of(tmp_path / "split"), 3)
+
+
 def test_two_trainer_ranks_beside_an_engine_end_on_sigterm(train, tmp_path):
     parallel = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
     run = train("split", *parallel, "--rollout-num-gpus", "1", rollouts=1000)

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from miles.backends.megatron_utils import checkpoint
+from miles.backends.megatron_utils import checkpoint, step_metrics, torch_adam
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
+from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
 from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
 from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
 from miles.backends.megatron_utils.process_groups import SubGroups
-from miles.backends.megatron_utils.reference import ReferenceWeights
 from miles.backends.megatron_utils.residency import (
     TrainerResidency,
     build_residency,
@@ -28,8 +28,10 @@ from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
 from miles.backends.megatron_utils.training import ShardTrainer, Stopwatch
 from miles.config import RunConfig
+from miles.residency.plan import Party
+from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
-from miles.utils.checkpoint_folder import find_checkpoint
+from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
 from miles.weight_sync.gather import live
@@ -37,6 +39,9 @@ from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
+
+# In a checkpoint's folder, where it is not --ref-load any more.
+MOVED_REFERENCE = "reference"
 
 
 class MegatronTrainRayActor:
@@ -47,10 +52,21 @@ class MegatronTrainRayActor:
         rank, world_size: this rank's place among the trainer's ranks.
     """
 
+    party = Party.ACTOR
+
     def __init__(self, config: RunConfig, rank: int, world_size: int):
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        # Further weights of the same model, on the host: the reference, a teacher, and what the engines got last.
+        self.reference: HostWeights | None = None
+        self.reference_moved = False
+        self.teacher: HostWeights | None = None
+        self.old_actor: HostWeights | None = None
+        self.streamed: StreamedOptimizer | None = None
+        self.updater: WeightUpdater | None = None
+        self.first_rollout_id = 0
+        self.checked_log_probs = False
 
     def master_address(self) -> str:
         """An address on this rank's node for the ranks to meet at."""
@@ -66,76 +82,152 @@ class MegatronTrainRayActor:
         initialize(config, self.rank, self.world_size, master)
         self.chunks = build_model(config, self.hf_config)
         self.parallel = parallel_info(self.chunks[0].config)
-        self.reference = None
-        if config.use_kl_loss:
-            self._load_hf_weights(config.ref_load)
-            self.reference = ReferenceWeights(self.chunks)
-        self._load_hf_weights(config.hf_checkpoint)
-        self.state = build_train_state(config, self.chunks, config.num_rollout * config.steps_per_rollout)
-        self.first_rollout_id = 0
-        found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
-        if found is not None:
-            rollout_id, folder = found
-            checkpoint.load(folder, self.state, with_optimizer=not config.no_load_optim)
-            self.first_rollout_id = rollout_id + 1
-            logger.info("continuing from %s", folder)
-        self.trainer = ShardTrainer(config, self.hf_config.vocab_size)
-        self.updater: WeightUpdater | None = None
-        self.checked_log_probs = False
+        self._load_weights()
+        self.state = build_train_state(config, self.chunks, self._total_steps())
+        self._load_checkpoint()
+        self.trainer = self._shard_trainer()
         # First, since all ranks build it together: what follows may fail on one.
         groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
         if config.stream_optimizer_state_to_disk:
             # It takes over the optimizer's step and its state in checkpoints.
-            StreamedOptimizer(
+            self.streamed = StreamedOptimizer(
                 self.state,
                 config.offload_train_disk_dir,
                 config.offload_train_disk_chunk_mb * 2**20,
                 MOMENT_DTYPES[config.stream_optimizer_state_moment_dtype],
                 pinned=config.device == "cuda",
             )
-        self.residency = build_residency(config, self.rank, self.state, groups) if config.offload_train else None
+        self.residency = (
+            build_residency(config, self.rank, self.state, groups, self.party) if config.offload_train else None
+        )
+
+    # What a critic does in its own way
+
+    def _load_weights(self) -> None:
+        """Fill the model from Hugging Face folders: others' weights first, which are kept as copies, its own last."""
+        config = self.config
+        if config.needs_reference:
+            self.reference = self._load_other("--ref-load", config.ref_load)
+        if config.opd_teacher_load is not None:
+            self.teacher = self._load_other("--opd-teacher-load", config.opd_teacher_load)
+        self._load_hf_weights(config.hf_checkpoint)
+
+    def _total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        config = self.config
+        return (config.num_rollout - config.num_critic_only_steps) * config.steps_per_rollout
+
+    def _shard_trainer(self) -> ShardTrainer:
+        return ShardTrainer(self.config, self.hf_config.vocab_size)
+
+    # Loading
 
     def _load_hf_weights(self, folder: str) -> None:
         load_into(self.chunks, self.family, self.hf_config, folder, self.parallel)
+
+    def _load_other(self, flag: str, folder: str) -> HostWeights:
+        check_same_computation(flag, folder, self.hf_config, load_hf_config(folder))
+        self._load_hf_weights(folder)
+        return HostWeights(self.chunks)
+
+    def _load_checkpoint(self) -> None:
+        config = self.config
+        found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
+        if found is not None:
+            rollout_id, folder = found
+            if self.reference is not None and (folder / MOVED_REFERENCE).exists():
+                with self.reference.swapped_in():
+                    checkpoint.load_weights(folder / MOVED_REFERENCE, self.state)
+                self.reference_moved = True
+            checkpoint.load(folder, self.state, with_optimizer=not config.no_load_optim)
+            self.first_rollout_id = rollout_id + 1
+            logger.info("continuing from %s", folder)
+        if config.keep_old_actor:
+            self.old_actor = HostWeights(self.chunks)
 
     def start_rollout_id(self) -> int:
         """The rollout to start with: --start-rollout-id, else the one after the loaded checkpoint's."""
         explicit = self.config.start_rollout_id
         return self.first_rollout_id if explicit is None else explicit
 
-    def train(self, rollout_id: int, shard: TrainShard) -> dict[str, float]:
+    # Training
+
+    def train(self, rollout_id: int, shard: TrainShard, values: torch.Tensor | None = None) -> dict[str, float]:
         """Train on this data-parallel rank's shard; returns metrics on one rank, {} on the others.
 
-        A metric is the mean over the rollout's optimizer steps.
+        A metric is the mean over the rollout's optimizer steps, or its extreme if its name ends in `_max` or `_min`.
+
+        Args:
+            values: the critic's value of each response token of the shard, flat, on the CPU, on the last pipeline
+                stage. None elsewhere and without a critic.
 
         Raises:
             RuntimeError: in the first rollout, trainer and engine disagree about log-probabilities by more than
                 --max-logprob-abs-diff.
+            FloatingPointError: too many gradients in a row were not finite.
         """
         config, watch = self.config, Stopwatch()
-        if self.residency is not None:
-            self.residency.wake_up()
+        self._begin_training()
         columns: dict[str, torch.Tensor] = {}
-        if config.loss_type == "policy_loss":
-            if self.reference is not None:
-                with watch("ref_log_probs"), self.reference.swapped_in(self.chunks):
-                    ref_log_probs = self.trainer.log_probs(self.state.chunks, shard)
-                if ref_log_probs is not None:
-                    columns["ref_log_probs"] = ref_log_probs
-            if not config.use_rollout_logprobs or not self.checked_log_probs:
-                with watch("log_probs"):
-                    old_log_probs = self.trainer.log_probs(self.state.chunks, shard)
-                if old_log_probs is not None:
-                    columns["old_log_probs"] = old_log_probs
-                    if not self.checked_log_probs:
-                        self._check_log_probs(old_log_probs, shard, rollout_id)
-                self.checked_log_probs = True
+        metrics: dict[str, float] = {}
+        if config.loss_type != "sft_loss":
+            columns = self._forward(rollout_id, shard, watch)
+            if parallel_state.is_pipeline_last_stage():
+                if values is not None:
+                    columns["values"] = values
+                columns |= trained_columns(config, shard.batch, columns, self._sum_over_rollout)
+                means = masked_means(shard.batch, columns, self._sum_over_rollout)
+                metrics = {f"rollout/{name.removeprefix('old_')}": mean for name, mean in means.items()}
         with watch("actor_train"):
             steps = self.trainer.train(self.state, shard, columns)
+        if config.ref_update_interval is not None and (rollout_id + 1) % config.ref_update_interval == 0:
+            self.reference.take(live)
+            self.reference_moved = True
+        trained = self._step_metrics(steps, watch)
+        return trained | metrics if trained else {}
+
+    def _begin_training(self) -> None:
+        if self.residency is not None:
+            self.residency.wake_up()
+        if self.config.reset_optimizer_states:
+            if self.streamed is None:
+                torch_adam.reset_states(self.state.optimizer)
+            else:
+                self.streamed.reset_states()
+
+    def _forward(self, rollout_id: int, shard: TrainShard, watch: Stopwatch) -> dict[str, torch.Tensor]:
+        """The forward passes before the optimizer steps: flat columns on the last pipeline stage, {} elsewhere."""
+        config, columns = self.config, {}
+
+        def scores(name: str, weights: HostWeights | None) -> tuple[torch.Tensor, ...] | None:
+            with watch(name), contextlib.nullcontext() if weights is None else weights.swapped_in():
+                return self.trainer.scores(self.state.chunks, shard)
+
+        for name, weights in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
+            if weights is not None and (found := scores(name, weights)) is not None:
+                columns[name] = found[0]
+        spared = config.use_rollout_logprobs or config.skip_actor_forward_only
+        if not spared or not self.checked_log_probs:
+            found = scores("log_probs", self.old_actor)
+            if not self.checked_log_probs:
+                self._check_log_probs(None if found is None else found[0], shard, rollout_id)
+                self.checked_log_probs = True
+            if found is not None and not spared:
+                columns["old_log_probs"], columns["entropy"] = found
+        return columns
+
+    def _sum_over_rollout(self, sums: torch.Tensor) -> None:
+        """Add up over the ranks that share the rollout out, in place; context-parallel ranks have the same tokens."""
+        on_device = sums.to(self.config.device)
+        dist.all_reduce(on_device, group=parallel_state.get_data_parallel_group())
+        sums.copy_(on_device)
+
+    def _step_metrics(self, steps: list[dict[str, float]], watch: Stopwatch) -> dict[str, float]:
+        """What the rank that reports says about the optimizer steps of a rollout; {} on the others."""
         if not self._reports():
             return {}
-        metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        return metrics | {"train/step": float(self.state.scheduler.num_steps)} | watch.metrics
+        taken = {"train/step": float(self.state.scheduler.num_steps)}
+        return step_metrics.of_rollout(steps) | taken | watch.metrics
 
     def _reports(self) -> bool:
         return (
@@ -144,11 +236,17 @@ class MegatronTrainRayActor:
             and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         )
 
-    def _check_log_probs(self, log_probs: torch.Tensor, shard: TrainShard, rollout_id: int) -> None:
-        """Once, on the last stage, before any training: do engine and trainer hold the same model?"""
-        gaps = np.abs(log_probs.numpy() - shard.batch["rollout_log_probs"])[shard.batch["loss_masks"] > 0]
-        total = torch.tensor([gaps.sum(), len(gaps)], dtype=torch.float32, device=self.config.device)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    def _check_log_probs(self, log_probs: torch.Tensor | None, shard: TrainShard, rollout_id: int) -> None:
+        """Once, before any training: do engine and trainer hold the same model? All ranks raise, or none.
+
+        log_probs: on the last pipeline stage, else None.
+        """
+        total = torch.zeros(2, dtype=torch.float32, device=self.config.device)
+        if log_probs is not None:
+            gaps = np.abs(log_probs.numpy() - shard.batch["rollout_log_probs"])[shard.batch["loss_masks"] > 0]
+            total = torch.tensor([gaps.sum(), len(gaps)], dtype=torch.float32, device=self.config.device)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         mean = (total[0] / total[1].clamp(min=1)).item()
         bound = self.config.max_logprob_abs_diff
         if not mean <= bound:
@@ -185,7 +283,10 @@ class MegatronTrainRayActor:
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`, awake or asleep; metrics on rank 0."""
-        metrics = self.updater.update(version, live if self.residency is None else self.residency.read_weight)
+        read = live if self.residency is None else self.residency.read_weight
+        metrics = self.updater.update(version, read)
+        if self.old_actor is not None:
+            self.old_actor.take(read)
         return metrics if self.rank == 0 else {}
 
     def disconnect(self) -> None:
@@ -196,6 +297,10 @@ class MegatronTrainRayActor:
         """Write this rank's part of the checkpoint of `rollout_id`, awake or asleep."""
         with self._awake():
             checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
+            if self.reference_moved:
+                with self.reference.swapped_in():
+                    folder = checkpoint_folder(self.config.save, rollout_id) / MOVED_REFERENCE
+                    checkpoint.save_weights(folder, self.state)
             empty_caches(torch.device(self.config.device))  # the writer's pinned buffers are as large as the state
 
     def export_hf(self, rollout_id: int) -> None:
@@ -229,6 +334,10 @@ class MegatronTrainRayActor:
     def destroy_process_groups(self) -> dict[str, float]:
         """Destroy the sub process groups after a weight sync in the sleep; returns metrics."""
         return self._residency().destroy_process_groups()
+
+    def reload_process_groups(self) -> dict[str, float]:
+        """Rebuild the sub process groups for a weight sync in the sleep; returns metrics."""
+        return self._residency().reload_process_groups()
 
     def clear_memory(self) -> dict[str, float]:
         """Give cached memory back, asleep or awake; returns metrics."""

@@ -74,6 +74,32 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
         logger.info("%s was saved by another number of ranks: random state starts from --seed", folder)
 
 
+def is_of_critic(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is that of a critic: it has a value head in the place of the output layer."""
+    saved = dist_checkpointing.load_tensors_metadata(str(folder / "model"))
+    return "output_layer.bias" in saved
+
+
+def save_weights(folder: Path, state: TrainState) -> None:
+    """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _sharded_state(state, with_optimizer=False, is_loading=False), str(folder), content_metadata=_METADATA
+    )
+    dist.barrier()
+
+
+def load_weights(folder: Path, state: TrainState) -> None:
+    """Load what `save_weights` wrote, under any parallel sizes, into the model. The optimizer is not touched."""
+    loaded = dist_checkpointing.load(
+        _sharded_state(state, with_optimizer=False, is_loading=True), str(folder), strict=StrictHandling.RAISE_ALL
+    )
+    for name, model in _named_models(state).items():
+        model.load_state_dict(loaded[name], strict=True)
+
+
 def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
     if "optimizer" not in saved:
         raise ValueError(

@@ -60,6 +60,7 @@ class TrainerResidency:
     move into regions of their own, and keep their identity from then on.
 
     Args:
+        party: who this rank trains: actor or critic.
         policy: what moves where.
         state: the model and optimizer of this rank.
         memory: the device memory to hold the regions.
@@ -69,10 +70,17 @@ class TrainerResidency:
     """
 
     def __init__(
-        self, policy: Policy, state: TrainState, memory: DeviceMemory, store: Store, groups: SubGroups, check: bool
+        self,
+        party: Party,
+        policy: Policy,
+        state: TrainState,
+        memory: DeviceMemory,
+        store: Store,
+        groups: SubGroups,
+        check: bool,
     ):
-        self.policy, self.state, self.memory, self.store, self.groups = policy, state, memory, store, groups
-        self.party = Party.ACTOR
+        self.party, self.policy, self.state = party, policy, state
+        self.memory, self.store, self.groups = memory, store, groups
         self.device = next(state.models[0].parameters()).device
         self.table = RegionTable({key: place for key, place in start(policy).items() if key[0] is self.party})
         self.buffers = build_regions(policy, state, memory)
@@ -130,14 +138,16 @@ class TrainerResidency:
 
     def offload_grad_buffer(self) -> dict[str, float]:
         """Drop the gradients ahead of the sleep."""
-        self._only(Region.GRADS, "offload_grad_buffer")
+        self._one(Move(self.party, Region.GRADS, Place.GPU, Place.DROPPED), "offload_grad_buffer")
         return {}
 
     def destroy_process_groups(self) -> dict[str, float]:
         """Destroy the sub process groups, which a weight sync has used while the rest was away."""
-        started = time.perf_counter()
-        self._only(Region.COMM, "destroy_process_groups")
-        return {"perf/destroy_process_groups_time": time.perf_counter() - started}
+        return self._one(Move(self.party, Region.COMM, Place.GPU, Place.DROPPED), "destroy_process_groups")
+
+    def reload_process_groups(self) -> dict[str, float]:
+        """Rebuild the sub process groups alone, for a weight sync while the rest is away."""
+        return self._one(Move(self.party, Region.COMM, Place.DROPPED, Place.GPU), "reload_process_groups")
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -186,11 +196,12 @@ class TrainerResidency:
     def _pending(self, move: Move) -> bool:
         return not self._at(move.region, State(move.target))
 
-    def _only(self, region: Region, verb: str) -> None:
-        """Drop one region, if it is not away."""
-        move = Move(self.party, region, Place.GPU, Place.DROPPED)
+    def _one(self, move: Move, verb: str) -> dict[str, float]:
+        """One move, unless it is made already; returns its seconds."""
+        started = time.perf_counter()
         if self._pending(move):
             self._move(move, verb)
+        return {f"perf/{verb}_time": time.perf_counter() - started}
 
     def _run(self, moves: list[Move], verb: str, groups_time: str) -> dict[str, float]:
         """Make the moves in order; returns the bytes that were copied and the seconds that the groups took.
@@ -336,17 +347,19 @@ class TrainerResidency:
         logger.info("--check-residency: %d tensors are bit-equal after the wake", len(after))
 
 
-def build_residency(config: RunConfig, rank: int, state: TrainState, groups: SubGroups) -> TrainerResidency:
+def build_residency(
+    config: RunConfig, rank: int, state: TrainState, groups: SubGroups, party: Party = Party.ACTOR
+) -> TrainerResidency:
     """The residency of a rank that is built and loaded. Raises ValueError for a disk folder that can't be used."""
     policy = policy_of(config)
     pinned = config.device == "cuda"
     if policy.target is Place.DISK:
         chunk = config.offload_train_disk_chunk_mb * 2**20
-        store = DiskStore(config.offload_train_disk_dir, chunk, pinned, name=f"actor rank {rank}")
+        store = DiskStore(config.offload_train_disk_dir, chunk, pinned, name=f"{party} rank {rank}")
     else:
         store = HostStore(pinned, keep=config.offload_train_keep_host_buffers)
     memory = device_memory(config.device, config.train_memory_margin_bytes)
-    return TrainerResidency(policy, state, memory, store, groups, check=config.check_residency)
+    return TrainerResidency(party, policy, state, memory, store, groups, check=config.check_residency)
 
 
 def _all_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

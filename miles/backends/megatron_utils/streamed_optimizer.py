@@ -76,6 +76,7 @@ class StreamedOptimizer:
         self._folder = folder
         self._problem: str | None = None
         self._readable = False
+        self._moments_are_zero = False  # whatever the file says: they are overwritten in the next step
         self._file = StateFile(
             folder,
             elements=max([1, *(shard.end for shard in self._shards)]),
@@ -97,6 +98,12 @@ class StreamedOptimizer:
         self._original_sharded_state_dict = self._optimizer.sharded_state_dict
         self._optimizer.step_with_ready_grads = self._step_with_ready_grads
         self._optimizer.sharded_state_dict = self._sharded_state_dict
+
+    def reset_states(self) -> None:
+        """Zero moments and step counters: the next step is that of a freshly built optimizer. Touches no file."""
+        self._moments_are_zero = True
+        for shard in self._shards:
+            self._inner.state[shard.main_param]["step"].zero_()
 
     @contextlib.contextmanager
     def materialised(self) -> Iterator[None]:
@@ -143,6 +150,7 @@ class StreamedOptimizer:
             raise RuntimeError(self._problem) from failure
         for shard in self._shards:
             self._inner.state[shard.main_param]["step"] += 1
+        self._moments_are_zero = False
         self._problem = None
         self._optimizer.start_param_sync_for_bucket_group_subset()
         return True
@@ -171,6 +179,9 @@ class StreamedOptimizer:
     def _update(self, index: int, bucket: Bucket) -> None:
         """torch's AdamW over the bucket, then the new values into the parameter buffer."""
         exp_avg, exp_avg_sq = bucket.moments()
+        if self._moments_are_zero:
+            exp_avg.zero_()
+            exp_avg_sq.zero_()
         for number, group in enumerate(self._inner.param_groups):
             parts = [part for part in self._parts[index] if part.shard.group == number]
             if not parts:
@@ -247,6 +258,9 @@ class StreamedOptimizer:
         place, state = slice(shard.start, shard.end), self._inner.state[shard.main_param]
         if shard.has_master:
             shard.main_param.data = whole.masters[place]
+        if self._moments_are_zero:
+            state["exp_avg"].data = state["exp_avg_sq"].data = torch.zeros(()).expand(shard.main_param.shape)
+            return
         if whole.exp_avg_scales is None:
             state["exp_avg"].data, state["exp_avg_sq"].data = whole.exp_avg[place], whole.exp_avg_sq[place]
             return

@@ -46,6 +46,15 @@ def fill_state(optimizer: torch.optim.Optimizer, moment: str) -> None:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
+@torch.no_grad()
+def reset_states(optimizer: MegatronOptimizer) -> None:
+    """Zero moments and step counters in place: the next step is that of a freshly built optimizer."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.state.values():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                state[name].zero_()
+
+
 def step_device(group: dict, parameter: torch.Tensor) -> torch.device | str:
     """Where torch keeps a parameter's count of steps."""
     return parameter.device if group["fused"] else "cpu"

@@ -7,7 +7,6 @@ micro-batches, data-parallel and context-parallel ranks and their gradients are 
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,18 +14,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from miles.backends.megatron_utils import cpu_support
+from miles.backends.megatron_utils import step_metrics
 from miles.backends.megatron_utils.logits import Scoring, ScoringContext, score_responses
 from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.optimizer_steps import GuardedSteps
 from miles.backends.megatron_utils.parts.context_parallel import combined
 from miles.backends.megatron_utils.parts.packed import packed_sequences
 from miles.config import RunConfig
 from miles.training.packing import PackedBatch, pack
-from miles.training.policy import compute_policy_loss, compute_sft_loss
+from miles.training.policy import make_loss
+from miles.training.sample_sums import sum_over
 from miles.training.schedule import TrainShard
 
-# From the log-probability and entropy [N] of a micro-batch's response tokens to (loss, what to collect).
-ScoreFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# GPTModel's `output_processor`: a tuple of scores [N] of a micro-batch's response tokens.
+Score = Callable[..., tuple[torch.Tensor, ...]]
+# From those scores, and the micro-batch as the last argument, to (loss, what to collect).
+ScoreFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def run_micro_batches(
@@ -35,10 +38,12 @@ def run_micro_batches(
     scoring: Scoring,
     function: ScoreFunction,
     forward_only: bool,
+    score: Score = score_responses,
 ) -> list[dict[str, torch.Tensor]]:
     """One pass of Megatron's pipeline schedule over `micro_batches`; with gradients unless `forward_only`.
 
-    chunks: the model's parts on this pipeline stage.
+    chunks: the model's parts on this pipeline stage. score: what is computed of each response token, from a
+    ScoringContext.
 
     Returns what `function` collected for each micro-batch, on the last pipeline stage; elsewhere an empty list.
     """
@@ -58,11 +63,11 @@ def run_micro_batches(
             packed.position_ids_T[None],
             None,
             packed_seq_params=boundaries,
-            output_processor=score_responses,
+            output_processor=score,
             output_processor_context=ScoringContext(packed, scoring, bare.logit_softcap),
         )
 
-        def finish(scores: tuple[torch.Tensor, torch.Tensor]):
+        def finish(scores: tuple[torch.Tensor, ...]):
             loss, collected = function(*scores, packed)
             # The second value would divide the loss; it is divided already.
             return loss, torch.ones((), dtype=torch.int, device=loss.device), collected
@@ -98,34 +103,49 @@ class ShardTrainer:
         vocab_size: size of the vocabulary without padding.
     """
 
+    # What is computed of each response token.
+    score: Score = staticmethod(score_responses)
+
     def __init__(self, config: RunConfig, vocab_size: int):
         self.config = config
         # Supervised samples were not drawn at a temperature.
         temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
         self.scoring = Scoring(vocab_size, temperature, config.entropy_coef != 0, config.log_probs_chunk_size)
         self.pad_multiple = config.data_pad_size_multiplier * config.tensor_model_parallel_size
+        self.optimizer_step = GuardedSteps(config.max_nonfinite_steps)
+        self._loss = self._make_loss()
 
     def log_probs(self, chunks: list[torch.nn.Module], shard: TrainShard) -> torch.Tensor | None:
-        """Log-probability of each response token of the shard under `model`'s weights: float32, flat, on the CPU.
+        """Log-probability of each response token of the shard under the weights in `chunks`: the first of `scores`."""
+        scores = self.scores(chunks, shard)
+        return None if scores is None else scores[0]
+
+    def scores(self, chunks: list[torch.nn.Module], shard: TrainShard) -> tuple[torch.Tensor, ...] | None:
+        """What `score` gives, for each response token of the shard, without gradients: float32, flat, on the CPU.
 
         The same on all context-parallel ranks; None on all but the last pipeline stage.
         """
 
-        def collect(log_probs_N: torch.Tensor, entropy_N: torch.Tensor, packed: PackedBatch):
-            return log_probs_N.sum() * 0, {"log_probs": log_probs_N.cpu()}
+        def collect(*arguments):
+            *scores, _ = arguments
+            return scores[0].sum() * 0, {"scores": torch.stack(scores).cpu()}
 
-        result = torch.full((int(shard.batch.response_offsets[-1]),), torch.nan)
+        # Known once the first micro-batch is through, and on the last stage only.
+        result: torch.Tensor | None = None
         with torch.no_grad():
             for step in shard.steps:
                 micro_batches = [self._pack(shard, rows, {}) for rows in step.micro_batches]
-                collected = run_micro_batches(chunks, micro_batches, self.scoring, collect, forward_only=True)
-                for packed, values in zip(micro_batches, collected, strict=bool(collected)):
-                    result[packed.response_index_N] = values["log_probs"]
+                collected = run_micro_batches(chunks, micro_batches, self.scoring, collect, True, self.score)
+                for packed, found in zip(micro_batches, collected, strict=bool(collected)):
+                    if result is None:
+                        size = int(shard.batch.response_offsets[-1])
+                        result = torch.full((len(found["scores"]), size), torch.nan)
+                    result[:, packed.response_index_N] = found["scores"]
         if not parallel_state.is_pipeline_last_stage():
             return None
         result = combined(result, parallel_state.get_context_parallel_group(), self.config.device)
-        assert not result.isnan().any(), "the forward pass left response tokens without a log-probability, or made NaN"
-        return result
+        assert not result.isnan().any(), "the forward pass left response tokens without a score, or made NaN"
+        return result.unbind()
 
     def train(self, state: TrainState, shard: TrainShard, columns: dict[str, torch.Tensor]) -> list[dict[str, float]]:
         """Take the shard's optimizer steps; returns the metrics of each step (empty dicts off the last pipeline stage).
@@ -135,7 +155,7 @@ class ShardTrainer:
                 `ref_log_probs` with a KL loss.
 
         Raises:
-            FloatingPointError: the gradient norm is not finite; the weights are then unusable.
+            FloatingPointError: the gradient norm was not finite, more often in a row than --max-nonfinite-steps.
         """
         metrics = [self._step(state, shard, step.micro_batches, columns) for step in shard.steps]
         if self.config.overlap_param_gather:
@@ -152,23 +172,13 @@ class ShardTrainer:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         self._scale_router_losses(state, micro_batches)
-        collected = run_micro_batches(state.chunks, micro_batches, self.scoring, self._loss, forward_only=False)
-        with cpu_support.cuda_type_names():
-            _, grad_norm, _ = state.optimizer.step()
-        if not np.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"the gradient norm is {grad_norm} at optimizer step {state.scheduler.num_steps}: lower --lr, or look "
-                "at this rollout's samples; the last checkpoint is unharmed"
-            )
-        learning_rate = state.optimizer.param_groups[0]["lr"]
-        state.scheduler.step(increment=1)
+        collected = run_micro_batches(state.chunks, micro_batches, self.scoring, self._loss, False, self.score)
+        metrics = self.optimizer_step(state)
         if not collected:
             return {}
-        names = sorted(collected[0])
-        totals = torch.stack([sum(metrics[name].float() for metrics in collected) for name in names])
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        metrics = dict(zip(names, totals.tolist(), strict=True))
-        return metrics | {"train/grad_norm": float(grad_norm), "train/lr-pg_0": float(learning_rate)}
+        return metrics | step_metrics.of_step(
+            collected, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
 
     def _scale_router_losses(self, state: TrainState, micro_batches: list[PackedBatch]) -> None:
         """Make the experts' balancing losses, each a mean over a micro-batch, add up to the mean over the step.
@@ -181,29 +191,18 @@ class ShardTrainer:
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         state.models[0].config.moe_grad_scale_func = lambda: 1 / tokens
 
-    def _loss(
-        self, log_probs_N: torch.Tensor, entropy_N: torch.Tensor, packed: PackedBatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        config = self.config
-        if config.loss_type == "sft_loss":
-            return compute_sft_loss(log_probs_N, packed)
-        return compute_policy_loss(
-            log_probs_N,
-            entropy_N,
-            packed,
-            eps_clip=config.eps_clip,
-            eps_clip_high=config.eps_clip_high,
-            eps_clip_c=config.eps_clip_c,
-            entropy_coef=config.entropy_coef,
-            use_kl_loss=config.use_kl_loss,
-            kl_loss_coef=config.kl_loss_coef,
-            kl_loss_type=config.kl_loss_type,
-            use_rollout_logprobs=config.use_rollout_logprobs,
-        )
+    def _make_loss(self) -> ScoreFunction:
+        """From what `score` gives of a micro-batch to its loss and metrics; raises ValueError for a bad custom one."""
+        return make_loss(self.config, None if self.config.context_parallel_size == 1 else _sum_over_sequence)
 
     def _pack(self, shard: TrainShard, rows: list[int], columns: dict[str, torch.Tensor]) -> PackedBatch:
         cp_rank, cp_size = parallel_state.get_context_parallel_rank(), self.config.context_parallel_size
         return pack(shard.batch, rows, self.pad_multiple, self.config.device, cp_rank, cp_size, **columns)
+
+
+def _sum_over_sequence(x: torch.Tensor) -> torch.Tensor:
+    # The group is asked for when it is used: a sleep destroys it.
+    return sum_over(parallel_state.get_context_parallel_group())(x)
 
 
 class Stopwatch:

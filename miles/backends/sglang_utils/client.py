@@ -66,11 +66,33 @@ class SGLangClient:
         """
         assert len(input_ids) == len(sampling_params)
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        return await self._generate(body)
+
+    async def score(self, input_ids: list[list[int]], start: list[int]) -> list[dict]:
+        """Look at each sequence of `input_ids` from token `start` on, and generate nothing; answers as `generate`'s.
+
+        `meta_info.input_token_logprobs` holds [log-prob, id, None] for each token from there on, with None for the
+        first one's log-prob. The temperature is 1: SGLang knows no other for tokens that it did not draw. The
+        vocabulary's last id comes back as 0.
+        """
+        assert len(input_ids) == len(start)
+        sampling_params = {"max_new_tokens": 0}
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+        return await self._generate(body | {"logprob_start_len": start})
+
+    async def _generate(self, body: dict) -> list[dict]:
         replies = await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=self._retries)
-        if not isinstance(replies, list) or len(replies) != len(input_ids):
+        asked = len(body["input_ids"])
+        if not isinstance(replies, list) or len(replies) != asked:
             got = len(replies) if isinstance(replies, list) else repr(replies)[:BODY_CHARS_IN_ERROR]
-            raise RuntimeError(f"{self.url}/generate: asked for {len(input_ids)} samples, got {got}")
+            raise RuntimeError(f"{self.url}/generate: asked for {asked} samples, got {got}")
         return replies
+
+    async def detokenize(self, ids: list[list[int]]) -> list[str]:
+        """The text of each list of ids, special tokens too, by the server's tokenizer."""
+        body = {"tokens": ids, "skip_special_tokens": False}
+        reply = await self._control("/detokenize", body)
+        return reply["text"]
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort the request `request_id`; all requests where it is None."""

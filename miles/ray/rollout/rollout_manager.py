@@ -17,16 +17,17 @@ from miles.config import RunConfig
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.residency.plan import Region
 from miles.residency.policy import policy_of
-from miles.rewards import check_errors, compute_rewards, load_reward
+from miles.rewards import check_errors, compute_rewards, has_reward, load_reward
 from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.evaluate import EvaluationSets
 from miles.rollout.generate import GroupGenerator, Sampling
 from miles.rollout.metrics import eval_metrics, rollout_metrics
 from miles.rollout.progress import Progress
 from miles.rollout.sft_rollout import sft_samples
-from miles.training.advantages import counted_rewards, normalize_group_rewards
+from miles.rollout.teacher import Teacher
+from miles.training.advantages import counted_rewards, shape_rewards
 from miles.training.batch import TrainBatch
-from miles.training.schedule import plan_rollout, shard
+from miles.training.schedule import plan_for, shard
 from miles.utils.types import Sample
 
 DATA_STATE_FILE = "data_source.json"
@@ -44,7 +45,7 @@ class RolloutManager:
     """Reads prompts, has the engines answer them, scores the answers and cuts them into shards for the trainer.
 
     An asyncio actor. The constructor reads tokenizer, prompts and reward, so that bad input is refused before an engine
-    starts; `start()` starts the engines.
+    starts; `start()` asks the teacher of --opd-type sglang whether it can be used, and starts the engines.
 
     Args:
         config: the run's configuration.
@@ -67,6 +68,8 @@ class RolloutManager:
         self._evaluation_sets = EvaluationSets(config, self._tokenizer)
         if config.needs_engines:
             load_reward(config)
+        with_teacher = config.needs_engines and config.use_opd and config.opd_type == "sglang"
+        self._teacher = Teacher(config, self._tokenizer) if with_teacher else None
         self._generator: GroupGenerator | None = None
         self._memory = RolloutMemory([], self._movable, self.check_engines)
 
@@ -78,11 +81,15 @@ class RolloutManager:
         """
         config = self._config
         try:
+            if self._teacher is not None:
+                await self._teacher.check(self._longest_sample())
             self._urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
             router_url = None if self._router is None else await self._router.start.remote(self._urls)
         except Exception:
             for part in self._parts():
                 ray.kill(part)  # others may still be starting; a server ends with its actor
+            if self._teacher is not None:
+                await self._teacher.close()
             raise
         limits = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
         self._clients = [SGLangClient(url, **limits) for url in self._urls]
@@ -116,7 +123,11 @@ class RolloutManager:
         await asyncio.gather(*(part.check.remote() for part in self._parts()))
 
     async def resolved_config(self) -> RunConfig:
-        """The configuration with `num_rollout` set, which `--num-epoch` leaves open until the prompts are counted."""
+        """The configuration with `num_rollout` set, which `--num-epoch` leaves open until the prompts are counted.
+
+        Raises:
+            ValueError: there is nothing to train in that many rollouts.
+        """
         config = self._config
         if config.num_rollout is not None:
             return config
@@ -124,13 +135,16 @@ class RolloutManager:
         num_rollout = prompts // config.rollout_batch_size
         if num_rollout == 0:
             raise ValueError(
-                f"--num-epoch {config.num_epoch} of --prompt-data {config.prompt_data} is {prompts} prompts, fewer "
-                f"than one rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or give "
-                "--num-rollout instead"
+                f"--num-epoch {config.num_epoch} of --prompt-data {' '.join(config.prompt_data)} is {prompts} "
+                f"prompts, fewer than one rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or "
+                "give --num-rollout instead"
             )
-        steps = max(num_rollout * config.steps_per_rollout, config.lr_warmup_iters + 1)
-        decay = steps if config.lr_decay_iters is None else config.lr_decay_iters
-        return config.model_copy(update={"num_rollout": num_rollout, "lr_decay_iters": decay})
+        if config.use_critic and config.num_critic_only_steps >= num_rollout:
+            raise ValueError(
+                f"--num-critic-only-steps {config.num_critic_only_steps} leaves none of the {num_rollout} rollouts of "
+                f"--num-epoch {config.num_epoch} to the actor; give at most {num_rollout - 1}"
+            )
+        return config.model_copy(update={"num_rollout": num_rollout})
 
     async def generate(self, rollout_id: int) -> RolloutResult:
         """Make the training data of one rollout.
@@ -146,14 +160,15 @@ class RolloutManager:
                 sft_samples(groups, self._tokenizer)
             else:
                 sampling = Sampling.for_rollout(self._config)
-                errors = await self._sample_and_reward(groups, sampling, f"Rollout {rollout_id}")
-                metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
+                errors = await self._sample_and_reward(groups, sampling, f"Rollout {rollout_id}", self._teacher)
+                if has_reward(self._config):
+                    metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
         seconds = time.monotonic() - start
 
         samples = [sample for group in groups for sample in group]
         _check_complete(samples, self._config.samples_per_rollout)
         rewards = self._training_rewards(samples)
-        metrics |= rollout_metrics(samples, rewards)
+        metrics |= rollout_metrics(samples, rewards if has_reward(self._config) else None)
         metrics["perf/rollout_time"] = seconds
         if self._generator is not None:
             new_tokens = sum(sample.response_length for sample in samples)
@@ -170,7 +185,8 @@ class RolloutManager:
         async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
             for name, groups in self._evaluation_sets.groups().items():
                 sampling = Sampling.for_eval(self._config, name)
-                await self._sample_and_reward(groups, sampling, f"Evaluation {name} after rollout {rollout_id}")
+                description = f"Evaluation {name} after rollout {rollout_id}"
+                await self._sample_and_reward(groups, sampling, description, evaluation=True)
                 metrics |= eval_metrics(name, [sample for group in groups for sample in group])
         return metrics
 
@@ -226,20 +242,45 @@ class RolloutManager:
 
     async def dispose(self) -> None:
         """Close connections and end the servers that Miles started. A second call does nothing."""
-        for client in (*self._clients, *([] if self._router_client is None else [self._router_client])):
-            await client.close()
+        for client in (*self._clients, self._router_client, self._teacher):
+            if client is not None:
+                await client.close()
         await asyncio.gather(*(part.shutdown.remote() for part in self._parts()))
 
     def _parts(self) -> list[ActorHandle]:
         return self._engines if self._router is None else [*self._engines, self._router]
 
-    async def _sample_and_reward(self, groups: list[list[Sample]], sampling: Sampling, description: str) -> int:
-        """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed."""
+    def _longest_sample(self) -> int:
+        """Tokens of prompt and response that a sample may have."""
+        config = self._config
+        longest = self._data.longest_prompt + config.rollout_max_response_len
+        return min(longest, config.rollout_max_context_len or longest)
+
+    async def _sample_and_reward(
+        self,
+        groups: list[list[Sample]],
+        sampling: Sampling,
+        description: str,
+        teacher: Teacher | None = None,
+        *,
+        evaluation: bool = False,
+    ) -> int:
+        """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed.
+
+        A teacher looks at the group at the same time.
+        """
         progress = Progress(description, sum(map(len, groups)))
         counts = []
 
         async def finish(group: list[Sample]) -> None:
-            counts.append(await compute_rewards(self._config, group))
+            looking = None if teacher is None else asyncio.create_task(teacher.score(group))
+            try:
+                counts.append(await compute_rewards(self._config, group, evaluation=evaluation))
+                if looking is not None:
+                    await looking
+            finally:
+                if looking is not None:
+                    looking.cancel()
             progress.update(len(group))
 
         try:
@@ -253,37 +294,36 @@ class RolloutManager:
         """What each sample's tokens are trained with; None where nothing is rewarded."""
         if self._generator is None:
             return None
-        raw = counted_rewards(samples)
-        if self._config.disable_rewards_normalization:
-            return [0.0 if reward is None else reward for reward in raw]
-        groups = [sample.group_index for sample in samples]
-        return normalize_group_rewards(raw, groups, std=not self._config.disable_grpo_std_normalization).tolist()
+        config = self._config
+        return shape_rewards(
+            # That estimator leaves rewards as they are.
+            "reinforce_plus_plus" if config.disable_rewards_normalization else config.advantage_estimator,
+            counted_rewards(samples),
+            [sample.group_index for sample in samples],
+            [sample.trajectory for sample in samples],
+            std=not config.disable_grpo_std_normalization,
+        ).tolist()
 
     def _shards(self, batch: TrainBatch) -> list[ray.ObjectRef]:
         config = self._config
         if not config.needs_trainer:
             return []
-        plan = plan_rollout(
-            batch,
-            global_batch_size=config.global_batch_size,
-            dp_size=config.data_parallel_size,
-            micro_batch_size=config.micro_batch_size,
-            max_tokens=config.max_tokens_per_micro_batch,
-            per_token_loss=config.calculate_per_token_loss,
-            least_micro_batches=config.least_micro_batches,
-        )
+        plan = plan_for(config, batch)
         return [ray.put(shard(batch, plan, rank)) for rank in range(config.data_parallel_size)]
 
 
 def _check_complete(samples: list[Sample], asked: int) -> None:
-    """Raise unless exactly the samples that were asked for have come back whole."""
+    """Raise unless exactly the rollouts that were asked for have come back whole, each in one or more samples."""
     indices = [sample.index for sample in samples]
-    if len(samples) != asked or len(set(indices)) != asked:
-        raise RuntimeError(f"asked for {asked} samples, got {len(samples)} with {len(set(indices))} different indices")
+    rollouts, different = len({sample.trajectory for sample in samples}), len(set(indices))
+    if rollouts != asked or different != len(samples):
+        raise RuntimeError(
+            f"asked for {asked} rollouts, got {rollouts} in {len(samples)} samples with {different} different indices"
+        )
     done = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
     unfinished = {sample.index: sample.status.value for sample in samples if sample.status not in done}
     if unfinished:
         raise RuntimeError(
-            f"{len(unfinished)} of {asked} samples are not finished: {dict(list(unfinished.items())[:10])}"
+            f"{len(unfinished)} of {len(samples)} samples are not finished: {dict(list(unfinished.items())[:10])}"
         )
     assert indices == sorted(indices), "samples must stay in the order of their indices"

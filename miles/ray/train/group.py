@@ -1,12 +1,16 @@
-"""TrainGroup: the trainer's ranks as one object, with one async call per verb."""
+"""TrainGroup: the trainer's ranks as one object, with one async call per verb; CriticGroup: the critic's."""
 
 import asyncio
+import logging
 
 import ray
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
+from miles.utils.checkpoint_folder import find_checkpoint
 from miles.weight_sync.target import EngineTarget
+
+logger = logging.getLogger(__name__)
 
 
 class TrainGroup:
@@ -17,13 +21,15 @@ class TrainGroup:
         rank_options: Ray options of every rank, in rank order (see Placement.options).
     """
 
+    rank_class = "miles.backends.megatron_utils.actor.MegatronTrainRayActor"
+
     def __init__(self, config: RunConfig, rank_options: list[dict]):
         self.config = config
         # A worker process of its own, so that Megatron's environment is set before torch is imported.
         environment = {"env_vars": _environment(config)}
         self.ranks = [
             ActorClient(
-                "miles.backends.megatron_utils.actor.MegatronTrainRayActor",
+                self.rank_class,
                 config,
                 rank,
                 len(rank_options),
@@ -32,9 +38,10 @@ class TrainGroup:
             for rank, options in enumerate(rank_options)
         ]
 
-    async def _all(self, method: str, *args, per_rank: list | None = None) -> list:
+    async def _all(self, method: str, *args, per_rank: list[tuple] | None = None) -> list:
+        """Call `method` on every rank with `args`, and then those of its own."""
         calls = [
-            getattr(actor, method)(*args, *(() if per_rank is None else (per_rank[rank],)))
+            getattr(actor, method)(*args, *(() if per_rank is None else per_rank[rank]))
             for rank, actor in enumerate(self.ranks)
         ]
         # All are awaited even if one fails: no rank works on after the call.
@@ -67,14 +74,25 @@ class TrainGroup:
         """Send the weights to every engine; returns perf metrics."""
         return _merged(await self._all("update_weights", version))
 
-    async def train(self, rollout_id: int, shards: list[ray.ObjectRef]) -> dict[str, float]:
-        """Train on one rollout; `shards` holds one object reference a data-parallel rank. Returns train/* metrics."""
+    async def train(
+        self, rollout_id: int, shards: list[ray.ObjectRef], values: list[ray.ObjectRef | None] | None = None
+    ) -> dict[str, float]:
+        """Train on one rollout; returns train/*, rollout/* and perf/* metrics.
+
+        Args:
+            shards: an object reference a data-parallel rank.
+            values: one a rank, of what its critic thinks of its shard; None without a critic.
+        """
+        own = self._shards_of_ranks(shards)
+        per_rank = [(shard,) for shard in own] if values is None else list(zip(own, values, strict=True))
+        return _merged(await self._all("train", rollout_id, per_rank=per_rank))
+
+    def _shards_of_ranks(self, shards: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
         ranks_of_shard = self.config.tensor_model_parallel_size * self.config.context_parallel_size
         dp_size = self.config.data_parallel_size
         assert len(shards) == dp_size, f"{len(shards)} shards for {dp_size} data-parallel ranks"
         # Megatron's rank order is tensor, context, data, pipeline.
-        per_rank = [shards[rank // ranks_of_shard % dp_size] for rank in range(len(self.ranks))]
-        return _merged(await self._all("train", rollout_id, per_rank=per_rank))
+        return [shards[rank // ranks_of_shard % dp_size] for rank in range(len(self.ranks))]
 
     async def save(self, rollout_id: int) -> None:
         """Write this rank's part of the checkpoint of `rollout_id` (the marker is the caller's)."""
@@ -104,9 +122,58 @@ class TrainGroup:
         """Destroy the sub process groups after a weight sync in the sleep."""
         return _added_up(await self._all("destroy_process_groups"))
 
+    async def reload_process_groups(self) -> dict[str, float]:
+        """Rebuild the sub process groups for a weight sync in the sleep."""
+        return _added_up(await self._all("reload_process_groups"))
+
     async def clear_memory(self) -> dict[str, float]:
         """Give the allocators' cached memory back."""
         return _added_up(await self._all("clear_memory"))
+
+
+class CriticGroup(TrainGroup):
+    """The critic's ranks, in the actor's layout. Arguments as for TrainGroup."""
+
+    rank_class = "miles.backends.megatron_utils.critic.MegatronCriticRayActor"
+
+    def __init__(self, config: RunConfig, rank_options: list[dict]):
+        super().__init__(critic_config(config), rank_options)
+
+    async def train(
+        self, rollout_id: int, shards: list[ray.ObjectRef]
+    ) -> tuple[dict[str, float], list[ray.ObjectRef | None]]:
+        """Train on one rollout; returns critic-train/* and perf/* metrics, and a reference to each rank's values."""
+        per_rank = [(shard,) for shard in self._shards_of_ranks(shards)]
+        results = await self._all("train", rollout_id, per_rank=per_rank)
+        return _merged([metrics for metrics, _ in results]), [values for _, values in results]
+
+
+def critic_config(config: RunConfig) -> RunConfig:
+    """The configuration as the critic's ranks read it. Of their checkpoints they take that of the actor's rollout.
+
+    Raises:
+        ValueError: --critic-load has checkpoints, and none of the rollout after which the actor goes on.
+    """
+    actor = find_checkpoint(config.load, config.ckpt_step) if config.load else None
+    critic = find_checkpoint(config.critic_load, None) if config.critic_load else None
+    if actor is not None and critic is None:
+        logger.warning(
+            "no checkpoint in %s: beside the actor of %s the critic is a new one", config.critic_load, actor[1]
+        )
+    elif actor is not None:
+        find_checkpoint(config.critic_load, actor[0])
+    return config.model_copy(
+        update={
+            "lr": config.critic_lr,
+            "lr_warmup_iters": config.critic_lr_warmup_iters,
+            "lr_warmup_fraction": None,
+            "load": config.critic_load,
+            "ckpt_step": actor[0] if actor is not None and critic is not None else None,
+            "save": config.critic_save,
+            "save_hf": None,
+            "keep_old_actor": False,
+        }
+    )
 
 
 def _cause(failures: dict[int, BaseException]) -> BaseException:

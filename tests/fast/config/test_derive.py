@@ -32,6 +32,7 @@ NOTHING_MOVES = {
     "colocate_memory_peak_device": "cpu",
     "check_residency": False,
 }
+PPO = {"advantage_estimator": "ppo"}
 STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir": None}
 
 
@@ -66,8 +67,29 @@ STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir"
         ({}, {"global_batch_size": 32, "num_steps_per_rollout": 1}),
         ({"num_steps_per_rollout": 4}, {"global_batch_size": 8}),
         ({"global_batch_size": 16}, {"num_steps_per_rollout": 2}),
+        ({"global_batch_size": 12}, {"num_steps_per_rollout": 3, "num_rollout": None}),
+        ({"num_steps_per_rollout": 5}, {"global_batch_size": 7}),
+        ({"num_rollout": 5, "global_batch_size": 12}, {"lr_decay_iters": 15}),
+        (PPO | {"num_rollout": 5, "critic_lr_warmup_iters": 9}, {"lr_decay_iters": 10}),
+        (PPO | {"num_rollout": 5, "num_critic_only_steps": 1}, {"lr_decay_iters": None}),
+        (PPO | {"lr": 0.5, "load": "a/", "save": "b"},
+         {"critic_lr": 0.5, "critic_load": "a_critic", "critic_save": "b_critic"}),
+        (PPO | {"critic_lr": 0.1, "load": "a", "critic_load": "c", "save": "b", "critic_save": "d"},
+         {"critic_lr": 0.1, "critic_load": "c", "critic_save": "d"}),
+        (PPO, {"critic_load": None, "critic_save": None, "normalize_advantages": False}),
+        ({"load": "a"}, {"critic_lr": None, "critic_load": None}),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, {"normalize_advantages": True}),
+        ({"advantage_estimator": "rloo"}, {"normalize_advantages": False}),
+        ({"normalize_advantages": True}, {"normalize_advantages": True}),
+        ({"advantage_estimator": "dr_grpo", "rollout_max_response_len": 9}, {"constant_loss_length": 9}),
+        ({"advantage_estimator": "dr_grpo", "rollout_max_response_len": 9, "constant_loss_length": 5},
+         {"constant_loss_length": 5}),
+        ({"rollout_max_response_len": 9}, {"constant_loss_length": None}),
+        ({"kl_coef": 0.1}, {"ref_load": "m"}),
+        ({"kl_coef": 0.1, "debug_rollout_only": True}, {"ref_load": None}),
         ({"num_rollout": 5, "num_steps_per_rollout": 4}, {"lr_decay_iters": 20}),
         ({"num_rollout": 5, "lr_warmup_iters": 9}, {"lr_decay_iters": 10}),
+        ({"num_rollout": 5, "lr_warmup_iters": 5}, {"lr_decay_iters": 6}),
         ({"num_epoch": 5}, {"lr_decay_iters": None}),
         ({"eps_clip": 0.3}, {"eps_clip_high": 0.3}),
         ({"use_kl_loss": True}, {"ref_load": "m"}),
@@ -116,6 +138,15 @@ def test_reasons():
     assert derived(offload=True)[1]["offload_rollout"] == "--offload"
     assert reasons["global_batch_size"] == "32 samples in 4 steps"
     assert "num_steps_per_rollout" not in reasons
+    assert derived()[1]["num_steps_per_rollout"] == "--global-batch-size is a whole rollout"
+    assert derived(global_batch_size=12)[1]["num_steps_per_rollout"] == "32 samples in steps of 12, the last of 8"
+    reasons = derived(**PPO, use_kl_loss=True, load="a")[1]
+    assert reasons["critic_lr"] == "--lr" and reasons["critic_load"] == "--load and _critic"
+    assert reasons["ref_load"] == "--use-kl-loss: the reference is --hf-checkpoint"
+    assert reasons["normalize_advantages"] == "--advantage-estimator ppo"
+    reasons = derived(advantage_estimator="dr_grpo", kl_coef=0.1, rollout_max_response_len=9)[1]
+    assert reasons["constant_loss_length"] == "--advantage-estimator dr_grpo: --rollout-max-response-len"
+    assert reasons["ref_load"] == "--kl-coef 0.1: the reference is --hf-checkpoint"
 
 
 def test_what_follows_from_an_unknown_value_is_unknown():

@@ -39,10 +39,6 @@ CASES = {
         ({FIRST: "1", LAST: "2"}, "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers 2 wit"),
         ({CHUNK: "1"}, "--num-layers-per-virtual-pipeline-stage 1 interleaves pipeline stages, and --pipeline-model"),
     ],
-    "_interleaved_micro_batches": [
-        ({**PP2, CHUNK: "1", "global_batch_size": "2"},
-         "needs at least 2 micro-batches a step, one a pipeline stage, but --global-batch-size 2 gives each of 2"),
-    ],
     "_heads": [
         ({"tensor_model_parallel_size": "4"}, "--tensor-model-parallel-size 4 does not divide the model's num_key_"),
     ],

@@ -28,6 +28,7 @@ CASES = {
         ({"transformer_impl": "transformer_engine"}, "needs a GPU and --device is cpu; use --transformer-impl local"),
         ({"transformer_impl": "transformer_engine", "device": "cuda", "no_bf16": ""}, "add --bf16, or use local"),
         ({"fp8_format": "hybrid"}, "--fp8-format hybrid needs --transformer-impl transformer_engine, it is local"),
+        ({"fp8_format": "hybrid", "data_pad_size_multiplier": "8"}, "a multiple of 16 tokens: --data-pad-size-multip"),
     ],
     "_router_losses": [
         ({"moe_aux_loss_coeff": "0.1"}, "--moe-aux-loss-coeff 0.1 weighs a loss and --moe-router-load-balancing"),
@@ -40,6 +41,8 @@ CASES = {
         ({"lr_warmup_init": "1"}, "--lr-warmup-init 1.0 is above --lr 1e-06"),
         ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ({"lr_wsd_decay_iters": "3"}, "--lr-wsd-decay-iters is for --lr-decay-style WSD and that is constant"),
+        ({"lr_wsd_decay_style": "cosine"}, "--lr-wsd-decay-style is for --lr-decay-style WSD and that is constant"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": "4"}, "--lr-wsd-decay-iters 4 is more than --lr-decay-iters"),
     ],
     "_weight_decay": [
         ({"end_weight_decay": "1"}, "--end-weight-decay is for a weight decay that rises"),

@@ -95,7 +95,7 @@ def test_missing_yaml(argv):
 def test_paths_in_yaml_are_relative_to_the_working_directory(argv, folder):
     (folder / "configs").mkdir()
     (folder / "configs" / "run.yaml").write_text("prompt_data: train.jsonl\n")
-    assert resolve(argv("--config configs/run.yaml", prompt_data=None)).config.prompt_data == "train.jsonl"
+    assert resolve(argv("--config configs/run.yaml", prompt_data=None)).config.prompt_data == ["train.jsonl"]
 
 
 def test_frozen_picklable_and_changed_by_copy(argv):
@@ -109,7 +109,7 @@ def test_frozen_picklable_and_changed_by_copy(argv):
 def test_warnings(argv):
     assert resolve(argv()).warnings == []
     more = "--use-kl-loss --kl-loss-coef 0.1 --eval-prompt-data a held_out.jsonl --lr 0"
-    k1, unused, no_step = resolve(argv(more)).warnings
+    unused, no_step, k1 = resolve(argv(more)).warnings
     assert "k1" in k1 and "zero on average" in k1
     assert "--eval-interval is not given" in unused
     assert "--lr 0" in no_step
@@ -118,7 +118,28 @@ def test_warnings(argv):
     assert levels == "--offload-rollout-level weight has no effect without --offload-rollout"
     (levels,) = resolve(argv("--offload-rollout-level")).warnings
     assert levels == "--offload-rollout-level has no effect without --offload-rollout"
-    assert resolve(argv("--ref-load model")).warnings == ["--ref-load has no effect without --use-kl-loss"]
+    (min_lr,) = resolve(argv("--lr 1 --min-lr 0.5")).warnings
+    assert min_lr == "--min-lr 0.5 has no effect with --lr-decay-style constant"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            "--num-steps-per-rollout 5",
+            "--global-batch-size 7: the last of the 5 optimizer steps of a rollout has the 4 ",
+        ),
+        ("--global-batch-size 2", "--global-batch-size 2 leaves some of 4 data-parallel ranks without a sample"),
+        (
+            "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2",
+            "--micro-batch-size 2 has no effect with --use-dynamic-batch-size",
+        ),
+    ],
+)
+def test_odd_batches(argv, more, expected):
+    (warning,) = resolve(argv(more)).warnings
+    assert expected in warning
+    assert not resolve(argv(more + " --debug-rollout-only")).warnings
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_problems_are_numbered_and_the_status_is_2(argv, capsys):
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "2 problems with the configuration:",
-        "1. --sead is unknown; did you mean --seed or --save or --load?",
+        "1. --sead is unknown; did you mean --seed or --use-opd or --save?",
         "2. --num-rollout is '0': input should be greater than 0",
     ]
 

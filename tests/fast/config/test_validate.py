@@ -6,18 +6,23 @@ from pathlib import Path
 import pytest
 
 from miles.config import validate
+from miles.config.algorithm_rules import ALGORITHM_RULES
+from miles.config.data_rules import DATA_RULES
 from miles.config.engine_rules import ENGINE_RULES
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.resolve import ConfigError, resolve
+from miles.config.reward_rules import REWARD_RULES
 from miles.config.weight_sync import WEIGHT_SYNC_RULES
 from miles.residency.filesystem import filesystem_of
 
 OFFLOADS = {"no_offload_train": None, "no_offload_rollout": None, "offload": ""}
+DISTIL = {"use_opd": "", "opd_type": "megatron", "opd_teacher_load": "model"}
 REBUILDS = {"rematerialize_param_from_master_weight": ""}
 CASES = {
     "_planned_moves": [
         ({"colocate_memory_peak_device": "gpu"}, "it needs --offload-train and --offload-rollout"),
+        ({**OFFLOADS, "colocate_memory_peak_device": "gpu", "advantage_estimator": "ppo"}, "does not work with a crit"),
         ({"offload_train_target": "disk"}, "disk says where the sleeping trainer goes: it needs"),
         ({**REBUILDS, "bf16": ""}, "saves bytes when the trainer sleeps: it needs --offload-train"),
         ({**OFFLOADS, **REBUILDS, "offload_train_target": "disk"}, "does not work with --offload-train-target disk"),
@@ -25,8 +30,8 @@ CASES = {
     ],
     "_moving_for_nobody": [
         ({"colocate": None, "rollout_num_gpus": "4", "no_offload_rollout": None, "offload": ""},
-         "--offload-rollout without --colocate: each side has GPUs of its own then, and nobody else wants the memory; "
-         "add --colocate, or drop the offload"),
+         "--offload-rollout without --colocate: memory moves between trainer and engines on the same GPUs, and here "
+         "each side has its own; add --colocate, or drop the offload"),
         ({"colocate": None, "rollout_num_gpus": "4", **OFFLOADS}, "--offload-train and --offload-rollout without --co"),
     ],
     "_levels": [
@@ -56,6 +61,7 @@ CASES = {
     "_debug_modes": [
         ({"debug_rollout_only": "", "debug_train_only": ""}, "nothing is left to run; drop one"),
         ({"debug_train_only": ""}, "policy_loss learns from engines' samples; use --loss-type"),
+        ({"debug_train_only": "", "loss_type": "custom_loss"}, "custom_loss learns from engines' samples; use --loss-"),
     ],
     "_node_size": [
         ({"num_gpus_per_node": "2"}, "--actor-num-gpus-per-node 4 does not fit on a node of --num-gpus-per-node 2"),
@@ -64,28 +70,24 @@ CASES = {
         ({"hf_checkpoint": "org/model"}, "--hf-checkpoint org/model is not a folder here"),
         ({"hf_checkpoint": "."}, "--hf-checkpoint . has no config.json"),
     ],
-    "_reference_folder": [({"use_kl_loss": "", "ref_load": "old"}, "--ref-load old is not a folder here")],
     "_model_shape": [],  # spoils a file: test_config_json_must_be_json
-    "_prompts": [
-        ({"prompt_data": None}, "--prompt-data is required"),
-        ({"prompt_data": "none.jsonl"}, "--prompt-data none.jsonl is no file here; relative paths start at"),
-        ({"prompt_data": "train.csv"}, "--prompt-data train.csv must be a .jsonl or .parquet file"),
-    ],
     "_length_of_run": [
         ({"num_rollout": None}, "exactly one of --num-rollout and --num-epoch must be given, neither is"),
         ({"num_epoch": "2"}, "exactly one of --num-rollout and --num-epoch must be given, both are (3 and 2)"),
     ],
     "_steps": [
-        ({"global_batch_size": "12"},
-         "32 samples a rollout (--rollout-batch-size 8 x --n-samples-per-prompt 4) cannot be divided into "
-         "steps of --global-batch-size 12; choose a divisor of 32"),
-        ({"num_steps_per_rollout": "5"}, "--num-steps-per-rollout 5 steps; choose a divisor of 32"),
-        ({"num_steps_per_rollout": "64"}, "--num-steps-per-rollout 64 steps; choose a divisor of 32"),
-        ({"num_steps_per_rollout": "2", "global_batch_size": "8"}, "is 16, not the 32 samples a rollout"),
-        ({"global_batch_size": "2"}, "--global-batch-size 2 cannot be dealt equally to 4 data-parallel ranks"),
+        ({"global_batch_size": "33"},
+         "--global-batch-size 33 is more than the 32 samples a rollout (--rollout-batch-size 8 x --n-samples-per-"
+         "prompt 4); give at most 32"),
+        ({"num_steps_per_rollout": "10"},
+         "--num-steps-per-rollout 10 does not fit the 32 samples a rollout (--rollout-batch-size 8 x "
+         "--n-samples-per-prompt 4): steps of 4 make 8; choose that, or a divisor of 32, or leave out --global-batch-"),
+        ({"num_steps_per_rollout": "64"}, "steps of 1 make 32; choose that"),
+        ({"num_steps_per_rollout": "2", "global_batch_size": "8"}, "steps of 8 make 4; choose that"),
     ],
     "_dynamic_batch": [
         ({"use_dynamic_batch_size": ""}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ({"balance_by_flops": ""}, "--balance-by-flops has no effect without --use-dynamic-batch-size; add that"),
         ({"max_tokens_per_gpu": "99"}, "--max-tokens-per-gpu 99 has no effect without --use-dynamic-batch-size"),
     ],
     "_lengths": [
@@ -106,8 +108,6 @@ CASES = {
         ({"label_key": None}, "--rm-type exact needs --label-key"),
         ({"label_key": None, "loss_type": "sft_loss"}, "--loss-type sft_loss needs --label-key"),
     ],
-    "_groups": [({"n_samples_per_prompt": "1"}, "--n-samples-per-prompt 1 with group-normalised rewards")],
-    "_kl": [({"kl_loss_coef": "0.1"}, "--kl-loss-coef 0.1 has no effect without --use-kl-loss")],
     "_schedule": [
         ({"lr_decay_iters": "4", "lr_warmup_iters": "4"}, "--lr-warmup-iters 4 must be less than --lr-decay-iters 4"),
         ({"min_lr": "1"}, "--min-lr 1.0 must not be above --lr 1e-06"),
@@ -116,6 +116,8 @@ CASES = {
         ({"eval_interval": "2"}, "--eval-interval 2 needs --eval-prompt-data NAME FILE"),
         ({"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl", "debug_train_only": ""},
          "--eval-interval 2 needs engines, and none runs"),
+        ({"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl", "rm_type": None, **DISTIL},
+         "--eval-interval 2 needs a reward to evaluate with: give --rm-type or --custom-rm-path"),
         ({"eval_prompt_data": "held_out.jsonl"}, "takes pairs NAME FILE, got 1 values: held_out.jsonl"),
         ({"eval_prompt_data": "a held_out.jsonl a train.jsonl"}, "has the name a more than once"),
         ({"eval_prompt_data": "a none.jsonl"}, "--eval-prompt-data none.jsonl is no file here"),
@@ -131,7 +133,15 @@ CASES = {
 
 
 def test_the_table_has_every_rule():
-    elsewhere = {*ENGINE_RULES, *LAYOUT_RULES, *MEGATRON_RULES, *WEIGHT_SYNC_RULES}
+    elsewhere = {
+        *ALGORITHM_RULES,
+        *DATA_RULES,
+        *ENGINE_RULES,
+        *LAYOUT_RULES,
+        *MEGATRON_RULES,
+        *REWARD_RULES,
+        *WEIGHT_SYNC_RULES,
+    }
     assert list(CASES) == [rule.__name__ for rule in validate.RULES if rule not in elsewhere]
 
 
@@ -160,8 +170,10 @@ def test_config_json_must_be_json(argv, folder):
         {"loss_type": "sft_loss", "n_samples_per_prompt": "1", "rm_type": None, "rollout_max_response_len": None},
         {"n_samples_per_prompt": "1", "disable_rewards_normalization": ""},
         {"debug_rollout_only": "", "rollout_temperature": "0", "no_offload_train": None},
-        {"use_dynamic_batch_size": "", "max_tokens_per_gpu": "100"},
+        {"use_dynamic_batch_size": "", "max_tokens_per_gpu": "100", "balance_by_flops": "", "balance_data": ""},
         {"global_batch_size": "4", "micro_batch_size": "3"},
+        {"num_steps_per_rollout": "8", "global_batch_size": "4"},
+        {"pipeline_model_parallel_size": "2", "num_layers_per_virtual_pipeline_stage": "1", "global_batch_size": "2"},
         {"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl b train.jsonl", "eval_temperature": "0"},
         {"save": "out", "save_interval": "1", "save_hf": "out/hf_{rollout_id}", "load": "out"},
         {"rm_type": None, "custom_rm_path": "my_package.my_module.reward", "label_key": None},
@@ -203,7 +215,7 @@ def test_accepted(argv, changes):
         ("max_reward_error_fraction", "1.1"),
         ("device", "gpu"),
         ("loss_type", "ppo"),
-        ("rm_type", "dapo"),
+        ("rm_type", "bleu"),
         ("offload_train_target", "host"),
         ("offload_train_disk_chunk_mb", "0"),
         ("stream_optimizer_state_moment_dtype", "fp8"),

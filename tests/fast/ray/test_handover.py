@@ -19,6 +19,7 @@ METRICS = {
     "sleep": {"perf/sleep_time": 0.5, "perf/sleep_bytes": 20 * GB, "perf/destroy_process_groups_time": 0.1},
     "onload": {"perf/wake_up_time": 0.0, "perf/wake_up_bytes": 20 * GB, "perf/reload_process_groups_time": 0.25},
     "destroy_process_groups": {"perf/destroy_process_groups_time": 0.2},
+    "reload_process_groups": {"perf/reload_process_groups_time": 0.5},
     "clear_memory": {"perf/clear_memory_time": 0.125},
 }
 
@@ -59,42 +60,71 @@ async def started(trainer=None, **changes):
     handover = Handover(config(**changes), Service())
     await handover.engines_up()
     await handover.trainer_built(trainer)
+    if handover.config.use_critic:
+        await handover.critic_built(Service())
     await handover.initial_sync()
     return handover, trainer
 
 
-async def test_metrics_of_a_step():
-    handover, _ = await started()
-    to_training = await handover.to_training()
-    assert to_training == {
-        "perf/offload_rollout_time": 0.5,
-        "perf/offload_rollout_bytes": 4 * GB,
-        "perf/offload_rollout_gb_per_s": 8.0,
-        # No speed where no time was measured.
-        "perf/wake_up_time": 0.0,
-        "perf/wake_up_bytes": 20 * GB,
-        "perf/reload_process_groups_time": 0.25,
-    }
-    assert await handover.to_rollout() == {
-        "perf/sleep_time": 0.5,
-        "perf/sleep_bytes": 20 * GB,
-        "perf/sleep_gb_per_s": 40.0,
-        "perf/destroy_process_groups_time": 0.1,
-        # Two calls: 1 GB in 0.5 s and 3 GB in 1.5 s.
-        "perf/onload_rollout_time": 2.0,
-        "perf/onload_rollout_bytes": 4 * GB,
-        "perf/onload_rollout_gb_per_s": 2.0,
-        "perf/update_weights_time": 2.0,
-    }
+# What the engines take in a step.
+ENGINES = {
+    "perf/offload_rollout_time": 0.5,
+    "perf/offload_rollout_bytes": 4 * GB,
+    "perf/offload_rollout_gb_per_s": 8.0,
+    # Two calls: 1 GB in 0.5 s and 3 GB in 1.5 s.
+    "perf/onload_rollout_time": 2.0,
+    "perf/onload_rollout_bytes": 4 * GB,
+    "perf/onload_rollout_gb_per_s": 2.0,
+}
 
 
-@pytest.mark.parametrize("peak", ["cpu", "gpu"])
+@pytest.mark.parametrize(("critic", "peak"), [(False, "cpu"), (False, "gpu"), (True, "cpu")])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-async def test_no_metric_is_counted_in_both_halves_of_a_step(peak, tensor_parallel):
-    handover, _ = await started(colocate_memory_peak_device=peak, tensor_model_parallel_size=tensor_parallel)
-    steps = [(await handover.to_training(), await handover.to_rollout()) for _ in range(2)]
-    assert steps[0] == steps[1]
-    assert steps[0][0].keys() & steps[0][1].keys() == set()
+async def test_metrics_of_a_step(critic, peak, tensor_parallel):
+    """Of all moves of the step, and the same in the next; with a critic two models sleep and wake."""
+    estimator = "ppo" if critic else "grpo"
+    more = {"advantage_estimator": estimator, "tensor_model_parallel_size": tensor_parallel}
+    handover, _ = await started(colocate_memory_peak_device=peak, **more)
+    models = 2 if critic else 1
+    clear = {"perf/clear_memory_time": 0.125} if peak == "gpu" else {}
+    for _ in range(2):
+        await handover.to_training()
+        if critic:
+            await handover.to_actor()
+        assert await handover.to_rollout() == {
+            **(ENGINES | clear),
+            # No speed where no time was measured.
+            "perf/wake_up_time": 0.0,
+            "perf/wake_up_bytes": models * 20 * GB,
+            "perf/reload_process_groups_time": models * 0.25,
+            "perf/sleep_time": models * 0.5,
+            "perf/sleep_bytes": models * 20 * GB,
+            "perf/sleep_gb_per_s": 40.0,
+            "perf/destroy_process_groups_time": pytest.approx(models * 0.1 + (0.2 if tensor_parallel > 1 else 0)),
+            "perf/update_weights_time": 2.0,
+        }
+
+
+async def test_a_step_of_the_critic_alone():
+    """The actor's weights are sent again where the engines have dropped theirs, and the actor sleeps on."""
+    handover, actor = await started(advantage_estimator="ppo", tensor_model_parallel_size=2)
+    actor.calls.clear()
+    await handover.to_training()
+    handover.before_critic_save()
+    with pytest.raises(ResidencyError, match="^actor comm is dropped: phase before_save needs it gpu$"):
+        handover.before_save()
+    metrics = await handover.to_rollout()
+    assert (metrics["perf/sleep_bytes"], metrics["perf/reload_process_groups_time"]) == (20 * GB, 0.25 + 0.5)
+    assert actor.calls == [("reload_process_groups",), ("update_weights", 2), ("destroy_process_groups",)]
+    handover.before_evaluation()
+    # And then one of both.
+    await handover.to_training()
+    await handover.to_actor()
+    handover.before_save()
+    with pytest.raises(ResidencyError, match="^critic comm is dropped: phase before_critic_save needs it gpu$"):
+        handover.before_critic_save()
+    assert (await handover.to_rollout())["perf/sleep_bytes"] == 40 * GB
+    assert actor.calls[3:] == [("onload",), ("sleep",), ("update_weights", 3), ("destroy_process_groups",)]
 
 
 async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_with_the_next():
@@ -159,7 +189,7 @@ async def test_a_colocated_engine_reads_from_the_ranks_on_its_bundles_and_a_remo
 @pytest.mark.parametrize("lone", [{"debug_rollout_only": True}, {"loss_type": "sft_loss"}, {"debug_train_only": True}])
 async def test_nothing_happens_where_a_side_is_missing(lone):
     handover, trainer = await started(**lone)
-    assert await handover.to_training() == {}
+    await handover.to_training()
     assert await handover.to_rollout() == {}
     handover.before_save()
     handover.before_evaluation()

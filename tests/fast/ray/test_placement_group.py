@@ -73,14 +73,18 @@ def test_who_sits_where(layout, name):
         placement.remove()
 
 
-def test_a_trainer_rank_and_an_engine_share_a_bundle(layout):
+def test_ranks_of_actor_and_critic_and_an_engine_share_a_bundle(layout):
     placement = create_placement_groups(layout(1, *COLOCATE))
     actors = [
         ray.remote(Neighbour).options(**placement.options(side[0], share)).remote()
-        for side, share in ((placement.trainer, TRAINER_SHARE), (placement.engines[0], ENGINE_SHARE))
+        for side, share in (
+            (placement.trainer, TRAINER_SHARE),
+            (placement.trainer, TRAINER_SHARE),
+            (placement.engines[0], ENGINE_SHARE),
+        )
     ]
     places = ray.get([actor.place.remote() for actor in actors], timeout=60)
-    assert places == [placement.group.id] * 2
+    assert places == [placement.group.id] * 3
     placement.remove()
 
 

@@ -17,8 +17,9 @@ SETS_OF_LEVELS = [BOTH, frozenset({KV}), frozenset({WEIGHTS}), frozenset()]
 BOOL = (True, False)
 CHOICES = (BOOL, BOOL, SETS_OF_LEVELS, (Place.HOST, Place.DISK), ("cpu", "gpu"), BOOL, BOOL, BOOL, BOOL, BOOL)
 LEGAL = [policy for policy in itertools.starmap(Policy, itertools.product(*CHOICES)) if not policy.problems()]
-SET_UP = (Phase.ENGINES_UP, Phase.TRAINER_BUILT, Phase.FIRST_SYNC)
+SET_UP = (Phase.ENGINES_UP, Phase.TRAINER_BUILT, Phase.CRITIC_BUILT, Phase.FIRST_SYNC)
 STEP = (Phase.AFTER_GENERATE, Phase.AFTER_CRITIC, Phase.BEFORE_SAVE, Phase.AFTER_TRAIN, Phase.EVALUATION)
+CRITIC_ONLY = (Phase.AFTER_GENERATE, Phase.BEFORE_CRITIC_SAVE, Phase.AFTER_CRITIC_ONLY, Phase.EVALUATION)
 
 
 def policy(peak="cpu", levels=BOTH, train=True, rollout=True, **others):
@@ -94,6 +95,22 @@ async def test_calls(name):
     assert await Recorder(a_policy).run(*SET_UP, *STEP, *STEP) == set_up + step + step
 
 
+CRITIC_ONLY_CALLS = {
+    "critic, gathers": ["engine offload ['cuda_graph', 'weights']", "critic onload", "critic sleep"]
+    + ["actor reload_process_groups", "engine onload_weights", "sync", "actor destroy_process_groups"]
+    + ["engine onload_kv"],
+    "only the engines, no level, critic": ["engine offload_kv", "actor clear_memory", "critic clear_memory"]
+    + ["engine onload_kv"],
+}
+
+
+@pytest.mark.parametrize("name", CRITIC_ONLY_CALLS)
+async def test_calls_of_a_step_for_the_critic_alone(name):
+    a_policy, set_up, step = CALLS[name]
+    calls = await Recorder(a_policy).run(*SET_UP, *CRITIC_ONLY, *CRITIC_ONLY, *STEP)
+    assert calls == set_up + 2 * CRITIC_ONLY_CALLS[name] + step
+
+
 AFTER_TRAIN = {
     "perf/all_time": 5.0,
     **{f"perf/{verb}_time": 0.5 for verb in ("sleep", "onload_weights", "sync", "destroy_process_groups", "onload_kv")},
@@ -120,11 +137,16 @@ async def test_calls_before_a_failure_are_counted_once_when_the_phase_is_run_aga
         assert (await recorder.executor.run(Phase.AFTER_GENERATE))["perf/all_time"] == 2.0
 
 
+def phases_of(a_policy):
+    """A run of two steps, the first for the critic alone if there is one."""
+    return (*SET_UP, *(CRITIC_ONLY if a_policy.critic else STEP), *STEP)
+
+
 async def different_policies():
     """One policy for each list of calls that there is, with the list."""
     found = {}
     for a_policy in LEGAL:
-        found.setdefault((*await Recorder(a_policy).run(*SET_UP, *STEP, *STEP), a_policy.critic), a_policy)
+        found.setdefault((*await Recorder(a_policy).run(*phases_of(a_policy)), a_policy.critic), a_policy)
     return {a_policy: list(calls[:-1]) for calls, a_policy in found.items()}
 
 
@@ -134,7 +156,7 @@ async def test_every_call_may_fail_and_is_made_again():
     for a_policy, calls in policies.items():
         for position in range(len(calls)):
             recorder = Recorder(a_policy, fail_at=position)
-            for phase in (*SET_UP, *STEP, *STEP):
+            for phase in phases_of(a_policy):
                 try:
                     await recorder.run(phase)
                 except OSError:

@@ -192,6 +192,31 @@ CONTROLS = {  # the policy, a wrong planner, what is said about it
         at(Phase.TRAINER_BUILT, lambda s: [*s, s[0].reversed(), s[0]]),
         "actor comm leaves 2 times",
     ),
+    "critic stays": (
+        policy(critic=True),
+        at(Phase.AFTER_CRITIC, lambda s: [step for step in s if step.party == ACTOR]),
+        "two on the GPU",
+    ),
+    "critic stays after the set-up": (policy(critic=True), at(Phase.CRITIC_BUILT, lambda s: []), "two on the GPU"),
+    "actor comes for nothing": (
+        policy(critic=True),
+        lambda when, p: (
+            plan(Phase.AFTER_CRITIC, p) + plan(Phase.AFTER_TRAIN, p)
+            if when == Phase.AFTER_CRITIC_ONLY
+            else plan(when, p)
+        ),
+        "a region moves that stays",
+    ),
+    "groups do not come for the sync of a sleeping actor": (
+        policy(critic=True, sync_gathers=True),
+        at(Phase.AFTER_CRITIC_ONLY, without(COMM)),
+        "comm is read at",
+    ),
+    "no sync after the critic alone": (
+        policy(critic=True),
+        at(Phase.AFTER_CRITIC_ONLY, without(Sync())),
+        "read, but not written",
+    ),
     "trainer's way back": (policy(), at(GENERATED, swapped(OPTIMIZER, COMM)), "mirror image"),
     "engine's way back": (policy(), at(TRAINED, swapped(POOL, GRAPH)), "mirror image"),
 }
@@ -217,6 +242,8 @@ def test_what_is_needed_is_what_is_used():
             Phase.EVALUATION: engine,
             GENERATED: critic if a_policy.critic else actor,
             Phase.AFTER_CRITIC: actor,
+            Phase.BEFORE_CRITIC_SAVE: critic - {(CRITIC, Region.GRADS)} if a_policy.critic else set(),
+            Phase.AFTER_CRITIC_ONLY: engine,
             Phase.BEFORE_SAVE: actor - {(ACTOR, Region.GRADS)},
         }
         assert {phase: needs(phase, a_policy) for phase in Phase} == {p: expected.get(p, set()) for p in Phase}

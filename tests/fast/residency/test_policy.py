@@ -31,6 +31,7 @@ def policy(**given):
         ({"offload_train_target": "disk"}, {"target": Place.DISK}),
         ({"colocate_memory_peak_device": "gpu"}, {"peak_device": "gpu"}),
         ({"stream_optimizer_state_to_disk": True}, {"stream_optimizer": True}),
+        ({"advantage_estimator": "ppo"}, {"critic": True}),
         ({"tensor_model_parallel_size": 2}, {"sync_gathers": True}),
         ({"pipeline_model_parallel_size": 2}, {"sync_gathers": True}),
         ({"rematerialize_param_from_master_weight": True}, {"rematerialize": True, "sync_gathers": True}),

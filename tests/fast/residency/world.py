@@ -45,15 +45,13 @@ class World:
         self.caching = set()
         self.moving = {}
         self.finished = []
-        self.trainers_slept = False
 
-    def build_trainer(self):
-        for party in (ACTOR, CRITIC) if self.policy.critic else (ACTOR,):
-            for region in TRAINER_REGIONS:
-                streamed = region == Region.OPTIMIZER and self.policy.stream_optimizer
-                self.held[party, region] = {Place.DISK if streamed else Place.GPU}
-            self.content[party, WEIGHTS] = self.content[party, Region.OPTIMIZER] = 0
-            self.caching.add(party)
+    def build(self, party):
+        for region in TRAINER_REGIONS:
+            streamed = region == Region.OPTIMIZER and self.policy.stream_optimizer
+            self.held[party, region] = {Place.DISK if streamed else Place.GPU}
+        self.content[party, WEIGHTS] = self.content[party, Region.OPTIMIZER] = 0
+        self.caching.add(party)
         self.check_room()
 
     def do(self, step, failure=None):
@@ -123,9 +121,8 @@ class World:
         if not (self.policy.offload_train and self.policy.offload_rollout):
             return
         copies = {place: [party for party in Party if place in self.held.get((party, WEIGHTS), ())] for place in Place}
-        # With a critic, both trainers are built before either sleeps.
         if self.policy.peak_device == "cpu" and WEIGHTS in self.policy.levels:
-            assert len(copies[Place.GPU]) <= 1 or (self.policy.critic and not self.trainers_slept), "two on the GPU"
+            assert len(copies[Place.GPU]) <= 1, "two on the GPU"
         if self.policy.peak_device == "gpu":
             assert len(copies[Place.HOST]) <= 1, "two on the host"
         if KV in self.policy.levels and Place.GPU in self.held[ENGINE, KV]:
@@ -145,14 +142,14 @@ class World:
         self.content[party, WEIGHTS] = self.content[party, Region.OPTIMIZER] = self.content[party, WEIGHTS] + 1
         self.caching.add(party)
 
-    def save(self):
+    def save(self, party):
         for region in (WEIGHTS, Region.COMM):
-            self.readable(ACTOR, region, {Place.GPU})
-        self.readable(ACTOR, Region.OPTIMIZER, {Place.DISK if self.policy.stream_optimizer else Place.GPU})
+            self.readable(party, region, {Place.GPU})
+        self.readable(party, Region.OPTIMIZER, {Place.DISK if self.policy.stream_optimizer else Place.GPU})
 
 
-def movable(a_policy):
-    """What leaves, and returns, in a step."""
+def movable(a_policy, actor_stays_away=False):
+    """What leaves, and returns, in a step; with `actor_stays_away` in one that trains the critic alone."""
     keys = set()
     if a_policy.offload_rollout:
         keys |= {(ENGINE, Region.CUDA_GRAPH), *((ENGINE, level) for level in a_policy.levels)}
@@ -160,16 +157,20 @@ def movable(a_policy):
         regions = set(TRAINER_REGIONS) - ({Region.OPTIMIZER} if a_policy.stream_optimizer else set())
         parties = (ACTOR, CRITIC) if a_policy.critic else (ACTOR,)
         keys |= {(party, region) for party in parties for region in regions}
+    if actor_stays_away:
+        keys = {key for key in keys if key[0] != ACTOR}
+        if a_policy.offload_train and a_policy.sync_gathers and (ENGINE, WEIGHTS) in keys:
+            keys.add((ACTOR, Region.COMM))  # for the sync
     return keys
 
 
-def check_moves(a_policy, steps, set_up):
+def check_moves(a_policy, steps, set_up=False, actor_stays_away=False):
     """Each region leaves and returns exactly once a step, and the way back mirrors the way out.
 
     In the set-up a trainer leaves once and does not return.
     """
     moves = [step for step in steps if isinstance(step, Move)]
-    keys = movable(a_policy)
+    keys = movable(a_policy, actor_stays_away)
     assert {(move.party, move.region) for move in moves} <= keys, "a region moves that stays"
     for key in keys if not set_up else (key for key in keys if key[0] != ENGINE):
         ways = [move.leaves for move in moves if (move.party, move.region) == key]
@@ -183,7 +184,10 @@ def check_moves(a_policy, steps, set_up):
 
 
 def simulate(a_policy, steps=2, failures=(), planner=plan):
-    """A run of so many steps; `failures` maps the number of a move, counted from the start, to how it fails."""
+    """A run of so many steps; `failures` maps the number of a move, counted from the start, to how it fails.
+
+    With a critic two steps that train it alone come first; the second of them is saved.
+    """
     failures = dict(failures)
     world, number = World(a_policy), itertools.count()
 
@@ -196,25 +200,39 @@ def simulate(a_policy, steps=2, failures=(), planner=plan):
             world.readable(party, region, {Place.GPU})
         assert not world.moving
 
-    run(Phase.ENGINES_UP)
-    world.build_trainer()
-    run(Phase.TRAINER_BUILT)
-    world.trainers_slept = True
-    run(Phase.FIRST_SYNC)
-    check_moves(a_policy, world.finished, set_up=True)
-    for _ in range(steps):
+    def step(trains_actor=True, actor_comes=True):
         world.generate()
         world.finished = []
         run(Phase.AFTER_GENERATE)
         if a_policy.critic:
             world.train(CRITIC)
+            run(Phase.BEFORE_CRITIC_SAVE)
+            world.save(CRITIC)
+        if actor_comes:
             run(Phase.AFTER_CRITIC)
-        world.train(ACTOR)
-        run(Phase.BEFORE_SAVE)
-        world.save()
-        run(Phase.AFTER_TRAIN)
+            if trains_actor:
+                world.train(ACTOR)
+            run(Phase.BEFORE_SAVE)
+            world.save(ACTOR)
+            run(Phase.AFTER_TRAIN)
+        else:
+            run(Phase.AFTER_CRITIC_ONLY)
         run(Phase.EVALUATION)
-        check_moves(a_policy, world.finished, set_up=False)
+        check_moves(a_policy, world.finished, actor_stays_away=not actor_comes)
+
+    run(Phase.ENGINES_UP)
+    world.build(ACTOR)
+    run(Phase.TRAINER_BUILT)
+    if a_policy.critic:
+        world.build(CRITIC)
+        run(Phase.CRITIC_BUILT)
+    run(Phase.FIRST_SYNC)
+    check_moves(a_policy, world.finished, set_up=True)
+    if a_policy.critic:
+        step(actor_comes=False)
+        step(trains_actor=False)
+    for _ in range(steps):
+        step()
     world.generate()
     run(Phase.SHUT_DOWN)
     return next(number)

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,12 @@ async def waits_for_all(config, sample):
 async def sleeps(config, sample):
     await asyncio.sleep(60 if sample.index == 3 else 0)
     return 1.0
+
+async def of_the_group(config, samples):
+    calls.append([sample.index for sample in samples])
+    if samples[0].metadata.get("fails"):
+        raise RuntimeError("no judge")
+    return samples[0].metadata.get("values", [1.0] * len(samples))
 
 async def one_parameter(sample):
     return 1.0
@@ -104,10 +111,77 @@ async def test_a_dict_needs_its_key(custom):
     samples = with_values({"acc": 1, "length": 7})
     assert (await compute_rewards(custom("from_metadata", reward_key="acc"), samples)).errors == 0
     assert samples[0].reward == 1.0
+    assert samples[0].metadata["reward"] == {"acc": 1, "length": 7}
     for key, given in ((None, "is not given"), ("score", "names 'score'")):
         counts = await compute_rewards(custom("from_metadata", reward_key=key), samples)
         assert counts.first_error.endswith(f"the reward is a dict with 'acc', 'length', and --reward-key {given}")
         assert samples[0].reward is None
+
+
+async def test_evaluation_has_its_own_key(custom):
+    config = custom("from_metadata", reward_key="score", eval_reward_key="acc")
+    for evaluation, reward in ((False, -1.0), (True, 0.0)):
+        samples = with_values({"score": -1, "acc": False})
+        await compute_rewards(config, samples, evaluation=evaluation)
+        assert samples[0].reward == reward
+    counts = await compute_rewards(config, with_values({"score": 1}), evaluation=True)
+    assert counts.first_error.endswith("a dict with 'score', and --eval-reward-key names 'acc'")
+
+
+async def test_each_sample_may_choose_its_reward(engine_config):
+    config = engine_config.model_copy(update={"rm_type": "f1"})
+    choices = [
+        {},
+        {"rm_type": None},
+        {"rm_type": "gpqa"},
+        {"rm_type": "boxed_exact"},
+        {"rm_type": "bleu"},
+        {"rm_type": []},
+    ]
+    samples = [
+        Sample(index=i, label="B", response=r"B \boxed{B}", metadata=metadata, status=Sample.Status.COMPLETED)
+        for i, metadata in enumerate(choices)
+    ]
+    samples.append(Sample(index=6, response="B"))
+    samples.append(Sample(index=7, response="B", metadata={"rm_type": "remote_rm"}))
+    counts = await compute_rewards(config, samples)
+    assert [sample.reward for sample in samples] == [pytest.approx(2 / 3)] * 2 + [1, 1, None, None, None, None]
+    assert counts.errors == 4
+    assert "metadata names the reward 'bleu'; it must be one of exact, math, dapo" in counts.first_error
+
+
+async def test_a_sample_without_the_label_or_address_that_its_reward_needs(engine_config):
+    counts = await compute_rewards(engine_config, [Sample(response="B")])
+    assert "the reward exact compares with a label, and the sample has none" in counts.first_error
+    counts = await compute_rewards(engine_config, [Sample(response="B", metadata={"rm_type": "remote_rm"})])
+    assert "the reward remote_rm needs --rm-url" in counts.first_error
+    with pytest.raises(ValueError, match="--rm-type remote_rm needs --rm-url"):
+        load_reward(engine_config.model_copy(update={"rm_type": "remote_rm"}))
+
+
+async def test_a_group_is_rewarded_at_once(custom):
+    config = custom("of_the_group", group_rm=True, reward_key="acc")
+    samples = [Sample(index=i, group_index=i // 3) for i in range(9)]
+    samples[0].metadata["values"] = [True, None, {"acc": 2}]
+    samples[3].metadata["fails"] = True
+    samples[6].metadata["values"] = [1.0, math.nan, "1"]
+    counts = await compute_rewards(config, samples)
+    assert [sample.reward for sample in samples] == [1.0, None, 2.0, None, None, None, 1.0, None, None]
+    assert (counts.samples, counts.abstained, counts.errors) == (9, 1, 5)
+    assert counts.first_error == "sample 3 of group 1: RuntimeError: no judge"
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0] * 4, 1.0, {"acc": 1}, None])
+async def test_a_group_reward_of_another_length_is_an_error_of_all(custom, values):
+    samples = [Sample(index=i, group_index=0, metadata={"values": values}) for i in range(3)]
+    counts = await compute_rewards(custom("of_the_group", group_rm=True), samples)
+    assert counts.errors == 3 and all(sample.reward is None for sample in samples)
+    assert "a group reward must return a list of 3 rewards" in counts.first_error
+
+
+def test_a_group_reward_takes_samples(custom):
+    with pytest.raises(ValueError, match=r"takes \(sample\); it must take \(config, samples\)"):
+        load_reward(custom("one_parameter", group_rm=True))
 
 
 async def test_rewards_run_at_the_same_time(custom):
@@ -145,3 +219,18 @@ def test_the_reward_must_be_named_once_and_have_labels(engine_config):
             load_reward(engine_config.model_copy(update={"rm_type": None, "custom_rm_path": path}))
     with pytest.raises(ValueError, match="--rm-type exact compares with labels"):
         load_reward(engine_config.model_copy(update={"label_key": None}))
+
+
+async def test_the_documented_rewards(custom, tmp_path):
+    """Both examples of the guide, as files of their own."""
+    page = (Path(__file__).parents[3] / "docs/user-guide/data-and-rewards.md").read_text(encoding="utf-8")
+    examples = [block.split("```")[0] for block in page.split("```python\n")[1:] if "async def" in block]
+    (tmp_path / "documented_rewards.py").write_text("\n".join(examples))
+    samples = [Sample(response=text, label="5", response_length=len(text)) for text in ("5", "  5", "7", "six")]
+    for changes, expected in (
+        ({"custom_rm_path": "documented_rewards.closeness"}, [1, 1, 1 / 3, 0]),
+        ({"custom_rm_path": "documented_rewards.shortest", "group_rm": True}, [1, 0, 0, 0]),
+    ):
+        counts = await compute_rewards(custom("", **changes), samples)
+        assert counts.first_error is None
+        assert [sample.reward for sample in samples] == pytest.approx(expected)

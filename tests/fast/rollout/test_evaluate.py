@@ -17,3 +17,11 @@ def test_sets_are_fresh_and_numbered_within_themselves(engine_flags, tiny_checkp
     assert groups["letters"][1][0].tokens == [97, 98] and groups["letters"][1][0].label == "1"
     groups["other"][0][0].tokens.append(1)
     assert sets.groups()["other"][0][0].tokens == [120, 121]
+
+
+def test_sets_are_read_like_prompts_to_train_on(engine_flags, tiny_checkpoint, prompt_file, caplog):
+    pairs = ["--eval-prompt-data", "long", f"{prompt_file}@[-6:]", "--rollout-max-prompt-len", "6"]
+    config = parse_args([*engine_flags, "--eval-interval", "1", *pairs])
+    groups = EvaluationSets(config, AutoTokenizer.from_pretrained(tiny_checkpoint)).groups()
+    assert [group[0].prompt for group in groups["long"]] == ["abcdefgh"[:i] for i in (3, 4, 5, 6)]
+    assert "prompts.jsonl@[-6:]: left out 2 of 6 prompts of more than 6 tokens" in caplog.text

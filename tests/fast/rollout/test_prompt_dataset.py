@@ -1,27 +1,21 @@
-import decimal
 import json
+import os
+import re
+import tracemalloc
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from miles.rollout.data_source import PromptDataset
+from miles.rollout.prompt_file import ROWS_AT_ONCE
+from miles.rollout.prompt_format import PromptFormat
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 USER, ASSISTANT = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
 
 
-def read(path, **changes):
-    settings = dict(
-        input_key="input",
-        label_key="label",
-        metadata_key="metadata",
-        apply_chat_template=False,
-        apply_chat_template_kwargs={},
-        max_prompt_len=None,
-    )
-    return PromptDataset(path, TOKENIZER, **(settings | changes))
+def read(path, *, tokenizer=TOKENIZER, max_prompt_len=None, **form):
+    return PromptDataset(str(path), tokenizer, PromptFormat(**{"label_key": "label", **form}), max_prompt_len)
 
 
 @pytest.fixture
@@ -32,11 +26,6 @@ def write(tmp_path):
         return path
 
     return write_lines
-
-
-def write_parquet(path, **columns):
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return path
 
 
 GOOD = '{"input": "rev 12", "label": "21"}'
@@ -50,13 +39,15 @@ def test_rows_keep_order_text_and_tokens(write):
     assert data[1].prompt == "é😀" and data[1].tokens == list("é😀".encode()) and data[1].label == "ü"
     assert data[1].metadata == {"level": 3, "share": 0.5}
     data[1].validate()
+    data[1].tokens.append(0)
+    assert list(data) == data.take([0, 1]) and data.take([1, 0, 1])[2] == data[1] and len(data[1].tokens) == 6
 
 
 def test_byte_order_mark_crlf_and_blank_lines_lose_no_row(write):
     data = read(
         write(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n", b"\r\n", b"  \n", GOOD.encode() + b"\r\n", GOOD.encode())
     )
-    assert [sample.prompt for sample in data.samples] == ["rev 12"] * 3
+    assert [sample.prompt for sample in data] == ["rev 12"] * 3
 
 
 @pytest.mark.parametrize("number", ["123456789012345678901234567890", "1" * 5000, "0.10", "-7", "1e400", "1E-3"])
@@ -127,16 +118,38 @@ def test_other_endings_and_missing_files_are_refused(write, tmp_path):
 
 
 def test_prompt_length_is_counted_in_tokens_after_the_template(write):
-    path = write(json.dumps({"input": "字" * 20, "label": "x"}))
-    assert len(read(path, max_prompt_len=60)[0].tokens) == 60
-    with pytest.raises(ValueError, match="jsonl:1: the prompt has 60 tokens; at most 59 are allowed"):
+    path = write(json.dumps({"input": "字" * 20, "label": "x"}), json.dumps({"input": "😀" * 15, "label": "y"}))
+    assert [len(sample.tokens) for sample in read(path, max_prompt_len=60)] == [60, 60]
+    with pytest.raises(ValueError, match="has only prompts of more than 59 tokens; the first, .*jsonl:1 has 60 tokens"):
         read(path, max_prompt_len=59)
-    with pytest.raises(ValueError, match="has 62 tokens; at most 60"):
+    with pytest.raises(ValueError, match="jsonl:1 has 62 tokens: raise --rollout-max-prompt-len"):
         read(path, max_prompt_len=60, apply_chat_template=True)
 
 
-def test_over_long_prompts_are_listed_with_the_other_problems(write):
-    with pytest.raises(ValueError, match=r"(?s)2 unusable.*:2: not valid.*:1: the prompt has 6 tokens"):
+def test_prompts_too_long_are_left_out_counted_and_the_order_stays(write, caplog):
+    lengths = [3, 9, 1, 8, 5, 2]
+    rows = [json.dumps({"input": "abcdefghi"[:n], "label": str(n)}) for n in lengths]
+    data = read(write(*rows), max_prompt_len=5)
+    assert [len(sample.tokens) for sample in data] == [3, 1, 5, 2] == [int(sample.label) for sample in data]
+    assert (len(data), data.too_long, data.longest_prompt) == (4, 2, 5)
+    (record,) = caplog.records
+    assert re.search(r"left out 2 of 6 prompts of more than 5 tokens; the first, .*:2 has 9 tokens$", record.message)
+    caplog.clear()
+    assert len(read(write(*rows), max_prompt_len=9)) == 6 and not caplog.records
+
+
+def test_chat_messages_too_long_are_left_out_like_texts(write):
+    chats = [[{"role": "user", "content": "a" * n}] for n in (1, 9, 2)]
+    data = read(
+        write(*(json.dumps({"input": chat, "label": "x"}) for chat in chats)),
+        max_prompt_len=4,
+        apply_chat_template=True,
+    )
+    assert [sample.prompt for sample in data] == ["<|user|>a<|assistant|>", "<|user|>aa<|assistant|>"]
+
+
+def test_a_bad_row_is_refused_beside_prompts_too_long(write):
+    with pytest.raises(ValueError, match=r"1 unusable row.*\n.*:2: not valid"):
         read(write(GOOD, "{"), max_prompt_len=5)
 
 
@@ -174,56 +187,104 @@ def test_bad_chat_messages(write, messages, message):
 def test_template_arguments_reach_the_template(write):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ style }}: {{ messages[0]['content'] }}"
-    data = PromptDataset(
-        write(GOOD),
-        tokenizer,
-        input_key="input",
-        label_key=None,
-        metadata_key="metadata",
-        apply_chat_template=True,
-        apply_chat_template_kwargs={"style": "brief"},
-        max_prompt_len=None,
-    )
-    assert data[0].prompt == "brief: rev 12"
+    styled = dict(tokenizer=tokenizer, apply_chat_template=True)
+    assert read(write(GOOD), chat_template_kwargs={"style": "brief"}, **styled)[0].prompt == "brief: rev 12"
+    with pytest.raises(ValueError, match="--apply-chat-template-kwargs: the chat template has no stile"):
+        read(write(GOOD), chat_template_kwargs={"stile": "brief"}, **styled)
+    other = "{{ messages[0]['content'] }}?"
+    assert read(write(GOOD), chat_template=other, **styled)[0].prompt == "rev 12?"
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        PromptDataset(
-            write(GOOD),
-            tokenizer,
-            input_key="input",
-            label_key=None,
-            metadata_key="metadata",
-            apply_chat_template=True,
-            apply_chat_template_kwargs={},
-            max_prompt_len=None,
-        )
+    assert read(write(GOOD), chat_template=other, **styled)[0].prompt == "rev 12?"
+    with pytest.raises(ValueError, match="no chat template; give --chat-template-path"):
+        read(write(GOOD), **styled)
 
 
-def test_parquet(tmp_path):
-    path = write_parquet(
-        tmp_path / "a.parquet",
-        input=["rev 12", "é"],
-        label=pyarrow.array([2**62 + 1, -3]),
-        metadata=[{"level": 1}, None],
-        other=[1.0, 2.0],
-    )
+LETTERS = [json.dumps({"input": letter, "label": str(i)}) for i, letter in enumerate("abcdefgh")]
+SLICES = [
+    "[:]",
+    "[2:5]",
+    "[3:]",
+    "[:3]",
+    "[-3:]",
+    "[:-3]",
+    "[-5:-2]",
+    "[2:-2]",
+    "[-2:100]",
+    "[-100:2]",
+    "[0:1]",
+    "[ 1 : 2 ]",
+]
+
+
+@pytest.mark.parametrize("rows", SLICES)
+def test_a_slice_takes_what_python_takes(write, rows):
+    path = write("", *LETTERS[:4], " ", *LETTERS[4:])
+    assert "".join(sample.prompt for sample in read(f"{path}@{rows}")) == eval(f"'abcdefgh'{rows}")
+
+
+def test_rows_outside_a_slice_are_not_looked_at(write):
+    path = write("{", *LETTERS, "42")
+    assert "".join(sample.prompt for sample in read(f"{path}@[1:-1]")) == "abcdefgh"
+    with pytest.raises(ValueError, match=r"1 unusable row\(s\).*\n.*:10: a JSON object is needed"):
+        read(f"{path}@[1:]")
+
+
+@pytest.mark.parametrize("rows", ["[5:3]", "[8:]", "[3:3]", "[:-8]", "[-2:0]"])
+def test_a_slice_without_rows_is_refused(write, rows):
+    with pytest.raises(ValueError, match=f"jsonl@{re.escape(rows)} has no rows"):
+        read(f"{write(*LETTERS)}@{rows}")
+
+
+@pytest.mark.parametrize("rows", ["[]", "[3]", "[::2]", "[a:b]", "[1.5:]", "[-:]", "[1:2", "[1_0:]"])
+def test_other_slices_are_refused(write, rows):
+    with pytest.raises(ValueError, match=r"must be \[a:b\]|allowed are .jsonl"):
+        read(f"{write(*LETTERS)}@{rows}")
+
+
+def test_text_is_kept_exactly(write):
+    texts = ["e\u0301 \u00e9", "a\u2028b\u2029c\x85d", "\x00\x1f", "\U0001f600\ufeff", "ﬁ Å Ω", " a\t\r\n ", "\ufeffa"]
+    for ascii_only in (True, False):
+        data = read(write(*(json.dumps({"input": t, "label": t}, ensure_ascii=ascii_only) for t in texts)))
+        assert [(sample.prompt, sample.label, sample.tokens) for sample in data] == [
+            (text, text, list(text.encode())) for text in texts
+        ]
+
+
+def test_integers_of_metadata_are_exact_and_files_may_be_joined(write):
+    bom = b"\xef\xbb\xbf"
+    big = 2**64 + 1, -(10**4000) + 7
+    rows = [f'{{"input": "a", "label": {n}, "metadata": {{"n": {n}, "list": [{n}]}}}}\n'.encode() for n in big]
+    data = read(write(bom + rows[0], bom + rows[1]))
+    assert [sample.metadata for sample in data] == [{"n": n, "list": [n]} for n in big]
+    assert [sample.label for sample in data] == [str(n) for n in big]
+
+
+def test_a_file_that_is_written_to_during_the_run_is_noticed(write):
+    path = write(*LETTERS)
     data = read(path)
-    assert [(sample.prompt, sample.label, sample.metadata) for sample in data.samples] == [
-        ("rev 12", str(2**62 + 1), {"level": 1}),
-        ("é", "-3", {}),
-    ]
-    chat = write_parquet(
-        tmp_path / "b.parquet", input=[[{"role": "user", "content": "a"}]], label=[decimal.Decimal("1.50")]
-    )
-    assert read(chat, apply_chat_template=True)[0].tokens == [USER, *b"a", ASSISTANT]
-    assert read(chat, apply_chat_template=True)[0].label == "1.50"
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"X"'))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(RuntimeError, match="prompts.jsonl was written to while the run reads it"):
+        data[0]
 
 
-def test_parquet_problems_name_the_row(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", input=["a", None, "c"], label=[1.0, 2.0, float("nan")])
-    with pytest.raises(
-        ValueError, match=r"(?s)2 unusable.*a.parquet:row 2: no 'input'.*a.parquet:row 3: the label 'label' is nan"
-    ):
-        read(path)
-    with pytest.raises(ValueError, match="has no rows"):
-        read(write_parquet(tmp_path / "b.parquet", input=pyarrow.array([], pyarrow.string())))
+def test_a_file_that_is_replaced_stays_as_it_was_read(write, tmp_path):
+    path = write(*LETTERS)
+    data = read(path)
+    write(*LETTERS[::-1], name="new.jsonl").rename(path)
+    assert "".join(sample.prompt for sample in data) == "abcdefgh"
+
+
+def test_a_large_file_is_not_held(tmp_path):
+    path, rows, size = tmp_path / "large.jsonl", 1000, 2000
+    with path.open("w") as file:
+        for row in range(rows):
+            file.write(json.dumps({"input": f"{row} {'x' * size}", "label": "y", "other": "z" * size}) + "\n")
+    tracemalloc.start()
+    try:
+        data = read(path)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert data[rows - 1].prompt.startswith(f"{rows - 1} x")
+    assert held < 0.05 * rows * size and peak < 30 * ROWS_AT_ONCE * size < 2 * rows * size

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
+from miles.rollout.data_source import PromptDataset
+from miles.rollout.prompt_format import PromptFormat
 from miles.tools.make_prompts import make_prompts
+from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 
 def rows(path):
@@ -60,14 +63,24 @@ def test_mistakes_are_refused(tmp_path):
 
 
 def test_reasoning_gym(tmp_path):
-    pytest.importorskip("reasoning_gym")
-    make_prompts("rg:chain_sum", 20, tmp_path / "a.jsonl")
-    assert all(
-        row["metadata"] == {"task": "rg:chain_sum"} and int(row["label"]) is not None
-        for row in rows(tmp_path / "a.jsonl")
-    )
-    with pytest.raises(ValueError, match="no such data set; it has .*chain_sum"):
-        make_prompts("rg:chain_sums", 20, tmp_path / "b.jsonl")
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    for task in ("chain_sum", "graph_color"):
+        make_prompts(f"rg:{task}", 20, tmp_path / f"{task}.jsonl")
+    for row in rows(tmp_path / "chain_sum.jsonl"):
+        entry = row["metadata"]["entry"]
+        assert row["metadata"] == {"task": "rg:chain_sum", "entry": entry} and entry["question"] == row["input"]
+        score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+        assert score(row["label"], entry) == 1 > score(f"{row['label']}0", entry)
+    assert all(row["label"] is None and row["metadata"]["entry"] for row in rows(tmp_path / "graph_color.jsonl"))
+    for task, message in [
+        ("chain_sums", "no such data set; it has .*chain_sum"),
+        ("composite", "cannot be used as it is: Must specify"),
+        ("arc_agi", "needs what JSON does not keep"),
+    ]:
+        with pytest.raises(ValueError, match=f"rg:{task}: .*{message}"):
+            make_prompts(f"rg:{task}", 20, tmp_path / "b.jsonl")
+    data = PromptDataset(str(tmp_path / "graph_color.jsonl"), byte_tokenizer(), PromptFormat(), None)
+    assert len(data) == 20 and data[0].metadata["entry"]["answer"] is None and data[0].label is None
 
 
 def test_a_missing_reasoning_gym_is_named(tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ def samples_of(rewards, group_size=2, **fields):
     [
         ("train/loss", "minimised"),
         ("train/lr-pg_0", "learning rate"),
+        ("critic-train/value_loss", "values and returns"),
+        ("critic-train/lr-pg_0", "learning rate"),
         ("eval/gsm8k-test", "mean reward on an evaluation set"),
         ("eval/gsm8k-test-truncated_ratio", "cut off"),
         ("eval/gsm8k-test/response_len/mean", "response tokens"),
@@ -29,7 +31,10 @@ def test_describe(name, words):
     assert words in describe(name)
 
 
-@pytest.mark.parametrize("name", ["train/los", "eval/", "eval/a/b", "loss", "rollout/zero_std/count_"])
+@pytest.mark.parametrize(
+    "name",
+    ["train/los", "critic-train/los", "critic-rollout/rewards", "eval/", "eval/a/b", "loss", "rollout/zero_std/count_"],
+)
 def test_describe_knows_nothing_else(name):
     assert describe(name) is None
 

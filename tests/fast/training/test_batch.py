@@ -33,6 +33,25 @@ def test_columns_hold_what_the_samples_hold(samples):
     assert batch["group_indices"].tolist() == [0, 0, 1, 1]
     np.testing.assert_array_equal(batch["raw_reward"], np.float32([1, 0, np.nan, 1]))
     np.testing.assert_allclose(batch.row("rollout_log_probs", 2), [-0.5, -0.6])
+    assert batch["rollout_ids"].tolist() == [0, 1, 2, 3] and "teacher_log_probs" not in batch
+
+
+def test_teacher_and_trajectories(samples):
+    for one in samples:
+        one.teacher_log_probs = [-1.0 - one.index] * one.response_length
+    samples[3].rollout_id = samples[2].index
+    batch = TrainBatch.from_samples(samples, None)
+    assert batch["rollout_ids"].tolist() == [0, 1, 2, 2]
+    assert batch.row("teacher_log_probs", 2).tolist() == [-3.0, -3.0]
+
+
+def test_sums_of_masks_where_responses_are_empty():
+    masks = [[], [1, 0, 1], [], [], [1], []]
+    samples = [sample(index, [1], [2] * len(mask), loss_mask=mask) for index, mask in enumerate(masks)]
+    batch = TrainBatch.from_samples(samples, None)
+    assert batch.mask_sums.tolist() == [0, 2, 0, 0, 1, 0]
+    assert batch.select([0, 2]).mask_sums.tolist() == [0, 0]
+    assert batch.mask_sums.dtype == np.int64
 
 
 def test_abstained_and_removed_samples_are_masked(samples):
@@ -64,6 +83,9 @@ def test_select_and_pickle_keep_rows_whole(samples):
     [
         ({"rollout_log_probs": None}, "3 of 4 samples have rollout_log_probs"),
         ({"rollout_log_probs": [0.0]}, "sample 0 of group 0.*rollout_log_probs"),
+        ({"teacher_log_probs": [0.0] * 3}, "1 of 4 samples have teacher_log_probs: all or none must"),
+        ({"teacher_log_probs": [0.0]}, "sample 0 of group 0.*teacher_log_probs"),
+        ({"rollout_id": 2}, r"rollout_id 2 is shared by samples of the groups \[0, 1\]"),
         ({"loss_mask": [1, 1]}, "sample 0 of group 0.*loss_mask"),
         ({"loss_mask": [1, 2, 1]}, "only 0 and 1"),
         ({"response_length": 5, "loss_mask": None, "rollout_log_probs": [0.0] * 5}, "prompt has no tokens"),

@@ -15,7 +15,9 @@ def make_batch():
         "truncated": np.zeros(3, dtype=np.int64),
         "sample_indices": np.arange(3),
         "group_indices": np.zeros(3, dtype=np.int64),
+        "rollout_ids": np.arange(3),
         "token_weights": np.array([0.1, 0.2, 0.4], dtype=np.float32),
+        "metric_weights": np.array([0.5, 0.25, 1.0], dtype=np.float32),
     }
     return TrainBatch(columns, offsets_of(np.array([4, 4, 4])), offsets_of(np.array([2, 3, 1])))
 
@@ -31,6 +33,7 @@ def test_pack_with_padding():
     assert packed.sample_N.tolist() == [0, 1, 1, 1]
     assert packed.mask_N.tolist() == [True, True, False, True]
     torch.testing.assert_close(packed.weight_N, torch.tensor([0.4, 0.2, 0.0, 0.2]))
+    torch.testing.assert_close(packed.metric_weight_N, torch.tensor([1.0, 0.25, 0.0, 0.25]))
     assert packed.columns["rollout_log_probs"].tolist() == [5, 2, 3, 4]
     assert packed.columns["old_log_probs"].tolist() == [50, 20, 30, 40]
     assert packed.sample_columns["rewards"].tolist() == [2.0, -0.5]

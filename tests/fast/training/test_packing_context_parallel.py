@@ -21,7 +21,9 @@ def make_batch():
         "truncated": np.zeros(samples, dtype=np.int64),
         "sample_indices": np.arange(samples),
         "group_indices": np.zeros(samples, dtype=np.int64),
+        "rollout_ids": np.arange(samples),
         "token_weights": generator.random(samples, dtype=np.float32),
+        "metric_weights": generator.random(samples, dtype=np.float32),
     }
     return TrainBatch(columns, offsets_of(np.array(LENGTHS)), offsets_of(np.array(RESPONSES)))
 
@@ -88,6 +90,7 @@ def test_each_response_token_is_where_its_logits_are(size):
             assert ROWS[packed.sample_N[n]] == row
             assert packed.mask_N[n] == bool(batch["loss_masks"][index])
             assert packed.weight_N[n] == (batch["token_weights"][row] if packed.mask_N[n] else 0)
+            assert packed.metric_weight_N[n] == (batch["metric_weights"][row] if packed.mask_N[n] else 0)
             assert packed.columns["rollout_log_probs"][n] == batch["rollout_log_probs"][index]
             assert index not in found, "two ranks have this token"
             found[index] = packed

@@ -8,6 +8,11 @@ def test_prompt_length_counts_tokens_before_the_response():
     assert Sample(tokens=[1, 2, 3]).prompt_length == 3
 
 
+def test_a_sample_is_a_trajectory_of_its_own_or_a_piece_of_one():
+    assert Sample(index=4).trajectory == 4
+    assert Sample(index=4, rollout_id=0).trajectory == 0
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -15,6 +20,7 @@ def test_prompt_length_counts_tokens_before_the_response():
         {"response_length": -1},
         {"response_length": 2, "loss_mask": [1]},
         {"response_length": 1, "rollout_log_probs": [-0.5, -0.5]},
+        {"response_length": 2, "teacher_log_probs": [-0.5]},
     ],
 )
 def test_validate_refuses_lengths_that_contradict(parts):

@@ -109,8 +109,15 @@ def train(folder, *flags):
     """Metrics of two steps, and the model with its weights and gradients after them."""
     trainer, state = build(folder, *flags)
     shard = _shard_of(trainer)
-    metrics = trainer.train(state, shard, {"old_log_probs": trainer.log_probs(state.chunks, shard)})
-    return metrics, state.chunks[0].module
+    return trainer.train(state, shard, columns_of(trainer, state, shard)), state.chunks[0].module
+
+
+def columns_of(trainer, state, shard):
+    """What the loss reads beside the shard's own columns."""
+    from miles.training.rollout_columns import trained_columns
+
+    columns = {"old_log_probs": trainer.log_probs(state.chunks, shard)}
+    return columns | trained_columns(trainer.config, shard.batch, columns, lambda _: None)
 
 
 def differences(result, other):
@@ -242,7 +249,7 @@ def check_fused_adam(root):
     (trainer, plain), (_, fused) = build(root / "dense"), build(root / "dense")
     torch_adam.fuse(fused.optimizer)
     shard = _shard_of(trainer)
-    columns = {"old_log_probs": trainer.log_probs(plain.chunks, shard)}
+    columns = columns_of(trainer, plain, shard)
     for state in (plain, fused):
         trainer.train(state, shard, columns)
     fused.optimizer.load_state_dict(plain.optimizer.state_dict())

@@ -131,7 +131,13 @@ def bits(rank, checkpoint, folder, port, case, asleep):
             assert storages(actor) == 0 and actor.residency.asleep and not actor.residency.groups.alive
             assert metrics["perf/sleep_bytes"] > 0 and actor.sleep() == {}
             assert actor.residency._fingerprints, "--check-residency hashes however the trainer sleeps"
-            if rollout_id:  # else train() wakes it
+            if rollout_id:
+                # A weight sync while it sleeps on may need them once more.
+                assert actor.reload_process_groups()["perf/reload_process_groups_time"] > 0
+                assert actor.residency.groups.alive and actor.residency.asleep and storages(actor) == 0
+                actor.destroy_process_groups()
+                assert not actor.residency.groups.alive
+                # In the first rollout train() wakes it.
                 assert actor.wake_up()["perf/wake_up_bytes"] == metrics["perf/sleep_bytes"]
                 assert actor.wake_up() == {} and actor.onload() == {}
                 assert storages(actor) > 0

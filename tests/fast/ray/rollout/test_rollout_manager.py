@@ -76,7 +76,11 @@ def test_supervised_rollouts_need_no_engine(engine_flags, local_ray, tmp_path):
 def test_epochs_become_rollouts(engine_flags):
     flags = ["--num-epoch" if flag == "--num-rollout" else flag for flag in engine_flags]
     config = asyncio.run(RolloutManager(parse_args(flags), []).resolved_config())
-    assert (config.num_rollout, config.lr_decay_iters) == (2, 2)
+    assert config.num_rollout == 2
+    ppo = ("--advantage-estimator", "ppo", "--num-critic-only-steps")
+    assert asyncio.run(RolloutManager(parse_args([*flags, *ppo, "1"]), []).resolved_config()).num_rollout == 2
+    with pytest.raises(ValueError, match="2 leaves none of the 2 rollouts of --num-epoch 1 to the actor"):
+        asyncio.run(RolloutManager(parse_args([*flags, *ppo, "2"]), []).resolved_config())
     too_big = [("9" if flags[i - 1] == "--rollout-batch-size" else flag) for i, flag in enumerate(flags)]
     with pytest.raises(ValueError, match="is 8 prompts, fewer than one rollout takes"):
         asyncio.run(RolloutManager(parse_args(too_big), []).resolved_config())
@@ -196,13 +200,113 @@ async def test_external_engines_behind_a_router(engine_flags, engine_server, loc
     assert str(caught.value.cause).endswith("start it with --dtype bfloat16")
 
 
+OPD = ("--use-opd", "--opd-type", "sglang", "--opd-teacher-urls")
+
+
+async def test_distillation_from_a_teacher_without_a_reward(engine_flags, engine_server, local_ray, tmp_path):
+    """The engine is its own teacher, so the divergence is zero; nothing is said about rewards."""
+    dropped = ("--colocate", *ALL_STAY, "--rm-type", "exact", "--label-key", "label")
+    flags = [flag for flag in engine_flags if flag not in dropped]
+    flags += ["--rollout-external-engine-addrs", engine_server.removeprefix("http://"), "--run-dir", str(tmp_path)]
+    config = parse_args([*flags, *OPD, engine_server])
+    manager = RolloutManager(config, placing._engines(config, None))
+    await manager.start()
+    result = await manager.generate(0)
+    await manager.dispose()
+    batch = ray.get(result.shards)[0].batch
+    assert np.abs(batch["teacher_log_probs"] - batch["rollout_log_probs"]).max() < 1e-4
+    assert (batch["rewards"] == 0).all() and batch["loss_masks"].all()
+    difference = result.metrics["rollout/teacher_log_probs"] - result.metrics["rollout/rollout_log_probs"]
+    assert abs(difference) < 1e-4
+    assert not [name for name in result.metrics if "reward" in name]
+
+
+async def test_a_useless_teacher_is_refused_before_engines_start(engine_flags, local_ray, unused_tcp_port, tmp_path):
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    config = parse_args([*engine_flags, *OPD, url, "--run-dir", str(tmp_path)])
+    engine = ray.remote(SGLangEngine).options(num_cpus=0).remote(config, 0, [])
+    with pytest.raises(ValueError, match=f"the teacher {url} .--opd-teacher-urls. can't be asked"):
+        await RolloutManager(config, [engine]).start()
+    assert not (tmp_path / "logs").exists()
+
+
+async def test_the_teacher_looks_at_a_group_while_it_is_rewarded(engine_flags, monkeypatch):
+    """Reward and teacher wait for each other: neither alone can end. The error of one ends the other."""
+    config = parse_args([*engine_flags, *OPD, "http://nowhere:1"])
+    manager = RolloutManager(config, [])
+    looks, ended = asyncio.Event(), []
+
+    class Generator:
+        async def run(self, groups, sampling, finish):
+            for group in groups:
+                await finish(group)
+
+    class Waiting:
+        def __init__(self, error=None):
+            self.error = error
+
+        async def score(self, group):
+            looks.set()
+            try:
+                await (asyncio.sleep(0) if self.error is None else asyncio.sleep(60))
+            finally:
+                ended.append(len(group))
+
+    async def reward(config, group, evaluation):
+        await asyncio.wait_for(looks.wait(), 5)
+        if fails:
+            raise ValueError("reward")
+        return RewardCounts(len(group), 0, 0, None)
+
+    manager._generator = Generator()
+    monkeypatch.setattr("miles.ray.rollout.rollout_manager.compute_rewards", reward)
+    fails = False
+    assert await manager._sample_and_reward([[Sample(), Sample()]], None, "", Waiting()) == 0
+    fails = True
+    looks.clear()
+    with pytest.raises(ValueError, match="reward"):
+        await manager._sample_and_reward([[Sample()]], None, "", Waiting("endless"))
+    await asyncio.sleep(0)
+    assert ended == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("grpo", [0.70710, 0.70710, -0.70710, 0, 0]),
+        ("gspo --disable-grpo-std-normalization", [1, 1, -1, 0, 0]),
+        ("dr_grpo", [1, 1, -1, 0, 0]),
+        ("rloo", [2, 2, -2, 0, 0]),
+        ("ppo", [3, 3, 1, 5, 0]),
+        ("reinforce_plus_plus", [3, 3, 1, 5, 0]),
+        ("grpo --disable-rewards-normalization", [3, 3, 1, 5, 0]),
+    ],
+)
+def test_rewards_are_shaped_by_the_estimator(engine_flags, flags, expected):
+    """Two pieces of one rollout, another of its group, a group of one, and a reward that abstained."""
+    manager = RolloutManager(parse_args([*engine_flags, "--advantage-estimator", *flags.split()]), [])
+    manager._generator = "there is one"
+    samples = [
+        Sample(index=0, group_index=0, rollout_id=0, reward=3.0),
+        Sample(index=1, group_index=0, rollout_id=0, reward=3.0),
+        Sample(index=2, group_index=0, reward=1.0),
+        Sample(index=3, group_index=1, reward=5.0),
+        Sample(index=4, group_index=1, reward=None),
+    ]
+    assert manager._training_rewards(samples) == pytest.approx(expected, abs=1e-4)
+
+
 def test_counts_are_checked():
     samples = [Sample(index=i, status=Sample.Status.COMPLETED) for i in range(4)]
     _check_complete(samples, 4)
-    with pytest.raises(RuntimeError, match="asked for 5 samples, got 4"):
+    with pytest.raises(RuntimeError, match="asked for 5 rollouts, got 4"):
         _check_complete(samples, 5)
-    with pytest.raises(RuntimeError, match="got 4 with 3 different"):
+    with pytest.raises(RuntimeError, match="got 3 in 4 samples with 3 different"):
         _check_complete([*samples[:3], samples[0]], 4)
+    piece = Sample(index=4, rollout_id=3, status=Sample.Status.COMPLETED)
+    _check_complete([*samples, piece], 4)
+    with pytest.raises(RuntimeError, match="got 4 in 5 samples with 4 different"):
+        _check_complete([*samples, samples[3]], 4)
     samples[2].status = Sample.Status.ABORTED
     with pytest.raises(RuntimeError, match="1 of 4 samples are not finished: {2: 'aborted'}"):
         _check_complete(samples, 4)

@@ -1,0 +1,37 @@
+r"""`--rm-type deepscaler`: the mathematics of a model that thinks first, by the rule of DeepScaleR (Luo et al. 2025).
+
+The response must close its thinking with </think>; the last \boxed behind it must have the label's value.
+"""
+
+import functools
+import logging
+
+from miles.config import RunConfig
+from miles.rewards.answers import after_thinking, last_box
+from miles.rewards.math import judge
+from miles.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+async def deepscaler_reward(config: RunConfig, sample: Sample) -> float:
+    r"""1.0 if the last \boxed after the last </think> has the label's value, else 0.0.
+
+    What is equal is math-verify's choice, as with --rm-type math.
+
+    Raises: ValueError if the label can't be read as mathematics; MathTimeout.
+    """
+    answer = after_thinking(sample.response)
+    if answer is None:
+        _warn_of_no_thinking()
+        return 0.0
+    box = last_box(answer)
+    return 0.0 if box is None else await judge(sample.label, rf"\boxed{{{box}}}")
+
+
+@functools.cache
+def _warn_of_no_thinking() -> None:
+    logger.warning(
+        "--rm-type deepscaler: a response without </think> is worth 0, whatever its answer; for a model that does not "
+        "think, or whose template opens and closes the thinking, take boxed_math"
+    )

@@ -1,0 +1,172 @@
+"""From a row of a prompt file to a sample: which column is what, and how the prompt becomes a text."""
+
+import math
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self
+
+from jinja2 import TemplateError
+
+from miles.config import RunConfig
+from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
+from miles.utils.types import Sample
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """What the rows of a prompt file are made of.
+
+    Attributes:
+        input_key: column of the prompt: a string, or a list of chat messages, which needs apply_chat_template.
+        label_key: column of the expected answer, a string or number, kept digit for digit as a string; None: no labels.
+        metadata_key: column of a dict for rewards and custom code; may be absent.
+        tool_key: column of the tools that the chat template offers to the model, a list of objects or the same as a
+            text of JSON; may be absent. They stand in the sample's metadata too, under "tools".
+        apply_chat_template: render chat messages (a string counts as one user message) and open the answer.
+        chat_template: a Jinja template in place of the tokenizer's.
+        chat_template_kwargs: handed to the template, such as {"enable_thinking": False}.
+    """
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    apply_chat_template: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *, input_key: str, label_key: str | None) -> Self:
+        """That of `config`, with these columns of prompt and label."""
+        path = config.chat_template_path
+        return cls(
+            input_key=input_key,
+            label_key=label_key,
+            metadata_key=config.metadata_key,
+            tool_key=config.tool_key,
+            apply_chat_template=config.apply_chat_template,
+            chat_template=None if path is None else Path(path).read_text(encoding="utf-8"),
+            chat_template_kwargs=config.apply_chat_template_kwargs,
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """All that is read of a row."""
+        return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise ValueError if the tokenizer has no chat template where one is needed, or its template ignores an
+        argument."""
+        if not self.apply_chat_template:
+            return
+        if self.chat_template is None and tokenizer.chat_template is None:
+            raise ValueError(
+                "--apply-chat-template: the tokenizer has no chat template; give --chat-template-path, or drop it"
+            )
+        template = tokenizer.get_chat_template(self.chat_template)
+        ignored = [key for key in self.chat_template_kwargs if key not in template]
+        if ignored:
+            raise ValueError(f"--apply-chat-template-kwargs: the chat template has no {', '.join(ignored)}; drop it")
+
+    def sample(self, row: dict[str, Any], tokenizer: Any) -> Sample:
+        """The sample of a row, without tokens.
+
+        Raises: BadRow if a column is missing, or isn't what it should be.
+        """
+        prompt = self._prompt(row)
+        label = None if self.label_key is None else _label(row, self.label_key)
+        metadata = _metadata(row, self.metadata_key)
+        tools = self._tools(row, tokenizer)
+        if tools is not None:
+            if "tools" in metadata:
+                raise BadRow(f"'tools' stands in {self.metadata_key!r} and in {self.tool_key!r} (--tool-key)")
+            metadata["tools"] = tools
+        if self.apply_chat_template:
+            prompt = self._render(prompt, tools, tokenizer)
+        return Sample(prompt=prompt, label=label, metadata=metadata)
+
+    def _prompt(self, row: dict[str, Any]) -> str | list[dict[str, Any]]:
+        key = self.input_key
+        if row.get(key) is None:
+            raise BadRow(f"no {key!r} (--input-key); the row has {', '.join(map(repr, row)) or 'no keys'}")
+        prompt = row[key]
+        if isinstance(prompt, str) and not isinstance(prompt, Number):
+            if not prompt.strip():
+                raise BadRow(f"{key!r} is empty")
+            _check_unicode(prompt, key)
+            return [{"role": "user", "content": prompt}] if self.apply_chat_template else prompt
+        if not isinstance(prompt, list):
+            raise BadRow(f"{key!r} is {_shown(prompt)}; a string or a list of chat messages is allowed")
+        if not self.apply_chat_template:
+            raise BadRow(f"{key!r} is a list of chat messages, which needs --apply-chat-template")
+        if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+            raise BadRow(f"{key!r} must be a list of at least one message, each with a 'role' and its content")
+        return plain(prompt)
+
+    def _tools(self, row: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]] | None:
+        key = self.tool_key
+        tools = row.get(key)
+        if tools is None:
+            return None
+        if isinstance(tools, str) and not isinstance(tools, Number):
+            tools = parse_json(tools)
+        tools = plain(tools)
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BadRow(f"{key!r} (--tool-key) is {_shown(tools)}; a list of objects, or one as JSON, is allowed")
+        if not tools:
+            return None
+        if not self.apply_chat_template:
+            raise BadRow(f"{key!r} (--tool-key) holds tools, which need --apply-chat-template")
+        if "tools" not in tokenizer.get_chat_template(self.chat_template, tools):
+            raise BadRow(f"{key!r} (--tool-key) holds tools, which the chat template does not show to the model")
+        return tools
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Any) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.chat_template_kwargs,
+            )
+        except (TemplateError, TypeError) as error:
+            raise BadRow(f"the chat template refuses the messages: {error}") from error
+        _check_unicode(text, "prompt")
+        return text
+
+
+def _label(row: dict[str, Any], key: str) -> str:
+    label = row.get(key)
+    if label is None:
+        raise BadRow(f"no label {key!r} (--label-key); the row has {', '.join(map(repr, row))}")
+    if isinstance(label, bool) or not isinstance(label, str | int | float | Decimal):
+        raise BadRow(f"the label {key!r} is {_shown(label)}; a string or a number is allowed")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise BadRow(f"the label {key!r} is {label}")
+    label = str(label)
+    _check_unicode(label, key)
+    return label
+
+
+def _metadata(row: dict[str, Any], key: str) -> dict[str, Any]:
+    metadata = row.get(key)
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise BadRow(f"{key!r} (--metadata-key) is {_shown(metadata)}; an object is allowed")
+    return plain(metadata)
+
+
+def _check_unicode(text: str, key: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{key!r} holds half a surrogate pair at character {error.start}: not Unicode text") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(plain(value))
+    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(plain(value)).__name__})"

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from miles.backends.megatron_utils import host_weights
+from miles.backends.megatron_utils.hf import load_hf_config
+from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
+
+
+@pytest.fixture
+def chunks():
+    chunks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    for chunk in chunks:
+        chunk.register_buffer("expert_bias", torch.randn(2))
+    return chunks
+
+
+def weights_of(chunks):
+    return [weight for chunk in chunks for weight in chunk.state_dict().values()]
+
+
+def copies(tensors):
+    return [tensor.clone() for tensor in tensors]
+
+
+def equal(tensors, others):
+    return all(map(torch.equal, tensors, others))
+
+
+def train(chunks):
+    """Change every weight; returns what they are then."""
+    for weight in weights_of(chunks):
+        weight.add_(1)
+    return copies(weights_of(chunks))
+
+
+def test_the_copy_is_swapped_in_with_the_routers_biases_and_out_again(chunks):
+    kept, first = HostWeights(chunks), copies(weights_of(chunks))
+    trained = train(chunks)
+    with pytest.raises(RuntimeError), kept.swapped_in():
+        assert equal(weights_of(chunks), first)
+        raise RuntimeError
+    assert equal(weights_of(chunks), trained)
+    with kept.swapped_in():
+        assert equal(weights_of(chunks), first)
+
+
+def test_a_swap_that_fails_midway_is_undone(chunks, monkeypatch):
+    kept, first = HostWeights(chunks), copies(weights_of(chunks))
+    trained = train(chunks)
+    swap, calls = host_weights._swap, []
+
+    def failing(*pair):
+        calls.append(pair)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError
+        swap(*pair)
+
+    monkeypatch.setattr(host_weights, "_swap", failing)
+    with pytest.raises(torch.OutOfMemoryError), kept.swapped_in():
+        pytest.fail("the block must not run with half of the weights")
+    assert equal(weights_of(chunks), trained)
+    with kept.swapped_in():
+        assert equal(weights_of(chunks), first)
+
+
+def test_it_takes_the_weights_from_where_they_are(chunks):
+    kept, trained = HostWeights(chunks), train(chunks)
+    parameters = [value for chunk in chunks for value in chunk.state_dict(keep_vars=True).values()]
+    elsewhere = {id(value): copy for value, copy in zip(parameters, trained, strict=True)}
+    with torch.no_grad():
+        for weight in weights_of(chunks):
+            weight.fill_(torch.nan)  # asleep
+    kept.take(lambda tensor: elsewhere[id(tensor)])
+    with kept.swapped_in():
+        assert equal(weights_of(chunks), trained)
+
+
+def test_what_is_loaded_while_it_is_in_is_kept(chunks):
+    kept, trained = HostWeights(chunks), train(chunks)
+    with kept.swapped_in():
+        for weight in weights_of(chunks):
+            weight.fill_(7)
+    assert equal(weights_of(chunks), trained)
+    with kept.swapped_in():
+        assert all(bool((weight == 7).all()) for weight in weights_of(chunks))
+
+
+def test_weights_of_a_model_that_computes_otherwise_are_refused(tiny_checkpoint):
+    own, other = load_hf_config(tiny_checkpoint), load_hf_config(tiny_checkpoint)
+    check_same_computation("--ref-load", "other", own, other)
+    other.rms_norm_eps = 0.1
+    other.rope_parameters = other.rope_parameters | {"rope_theta": 100.0}
+    with pytest.raises(ValueError, match="model in other .--opd-teacher-load. .* in layernorm_epsilon, ropes;"):
+        check_same_computation("--opd-teacher-load", "other", own, other)

@@ -1,0 +1,100 @@
+"""`train.run` with services that only record: what the tests of its order are made of."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from miles.ray import placement_group
+from miles.ray.rollout.rollout_manager import RolloutResult
+from miles.residency import filesystem
+from miles.utils.arguments import parse_args
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
+train = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(train)
+
+
+class Service:
+    """A client whose every call is written down as "<name> <verb> <arguments>"."""
+
+    def __init__(self, name, calls, answers, fail_at=None):
+        self._name, self._calls, self._answers, self._fail_at = name, calls, answers, fail_at
+
+    def __getattr__(self, verb):
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+
+        async def call(*arguments):
+            words = (" ".join(argument) if isinstance(argument, list) else str(argument) for argument in arguments)
+            line = " ".join((self._name, verb, *(() if verb in ("connect", "train", "save") else words)))
+            line += f" {arguments[0]}" if verb in ("train", "save") else ""
+            if len(self._calls) == self._fail_at:
+                raise OSError(line)
+            self._calls.append(line)
+            return self._answers.get(verb, {})
+
+        return call
+
+
+def driver(tmp_path, monkeypatch):
+    """Runs `train.run` with recording services on the configuration of `flags`; returns the calls."""
+    (tmp_path / "model").mkdir()
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "prompts.jsonl").touch()
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/sda1 / ext4 rw 0 0\n")
+    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
+    monkeypatch.chdir(tmp_path)
+    base = [
+        *("--device", "cpu", "--actor-num-gpus-per-node", "4", "--hf-checkpoint", "model", "--label-key", "answer"),
+        *("--prompt-data", "prompts.jsonl", "--rm-type", "exact", "--num-rollout", "3", "--rollout-batch-size", "8"),
+        *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "16", "--no-use-tensorboard"),
+    ]
+    folders = itertools.count()
+
+    async def run(flags="--colocate", calls=None, fail_at=None):
+        config = parse_args([*base, *flags.split(), "--run-dir", str(tmp_path / f"run {next(folders)}")])
+        calls = [] if calls is None else calls
+        answers = {
+            "generate": RolloutResult([], {}),
+            "engine_urls": ["http://engine"],
+            "start_rollout_id": 0,
+            "resolved_config": config,
+        }
+        bundles = [None] * config.world_size if config.needs_trainer else []
+        placement = SimpleNamespace(trainer=bundles, options=lambda bundle, share: {})
+        rollout = Service("rollout", calls, answers, fail_at)
+
+        async def create_rollout_manager(config, placement):
+            calls.append("rollout created")
+            return rollout
+
+        def group(name, **more):
+            return lambda config, options: Service(name, calls, answers | more, fail_at)
+
+        monkeypatch.setattr(placement_group, "create_placement_groups", lambda config: placement)
+        monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)
+        monkeypatch.setattr(placement_group, "TrainGroup", group("trainer"))
+        monkeypatch.setattr(placement_group, "CriticGroup", group("critic", train=({}, [None])))
+        await train.run(config)
+        return calls
+
+    return run
+
+
+def calls_of(text):
+    """The calls in it, separated by commas and line ends."""
+    return [call.strip() for call in text.replace("\n", ",").split(",") if call.strip()]
+
+
+def steps_of(set_up, *steps):
+    """All calls of a run. `{id}` of a step is the rollout's number, `{version}` that of the weights it sends."""
+    versions, calls = itertools.count(2), []
+    for rollout_id, step in enumerate(steps):
+        for line in calls_of(step):
+            calls.append(line.format(id=rollout_id, version=next(versions) if "{version}" in line else None))
+    return ["rollout created", "rollout resolved_config", *calls_of(set_up), *calls, "rollout dispose"]

@@ -1,0 +1,215 @@
+"""dapo, deepscaler, f1, gpqa and boxed: what their answers are worth."""
+
+import time
+
+import pytest
+
+from miles.rewards import BUILT_IN, compute_rewards
+from miles.rewards.answers import after_thinking, last_box
+from miles.rewards.dapo import dapo_reward, normalize
+from miles.rewards.f1 import f1_reward
+from miles.rewards.gpqa import find_choice, gpqa_reward
+from miles.utils.types import Sample
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\fbox{ 4 }", "4"),
+        (r"\boxed {4}", "4"),
+        (r"\boxed{\frac{1}{2}} then \fbox{5}", "5"),
+        (r"\boxed{\{1, \{2\}\}}", r"\{1, \{2\}\}"),
+        (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{答案}", "答案"),
+        (r"\boxed{" + "{" * 5000 + "4" + "}" * 5000 + "}", "{" * 5000 + "4" + "}" * 5000),
+        (r"\boxed{4", None),
+        (r"\boxed{3} \boxed{4", None),
+        (r"\boxed{\frac{1}{2}", None),
+        (r"\boxed 4", None),
+        (r"\boxed{}", ""),
+        (r"\boxed", None),
+        ("", None),
+    ],
+)
+def test_last_box(text, box):
+    assert last_box(text) == box
+
+
+def test_after_thinking():
+    assert after_thinking("<think>a</think>b</think>c") == "c"
+    assert after_thinking("a</think>") == ""
+    assert after_thinking("<think>a") is None
+
+
+DAPO = [
+    ("Answer: 42", "42", 1),
+    ("so\nAnswer: $42$", "42", 1),
+    ("ANSWER : 42.\n", "42", 1),
+    (r"Answer: \boxed{42}", "42", 1),
+    ("Answer: 41\nAnswer: 42", "42", 1),
+    ("Answer: 42\nAnswer: 41", "42", -1),
+    ("Answer: 42 or 41", "42", -1),
+    ("Answer: 41, 42", "42", -1),
+    ("Answer: 42 degrees", "42", 1),
+    ("Answer: 1,000", "1000", 1),
+    ("Answer: (1,000)", "(1000)", -1),
+    ("Answer: x = 42", "42", 1),
+    (r"Answer: \frac12", r"\frac{1}{2}", 1),
+    (r"Answer: \dfrac{1}{2}", r"\frac12", 1),
+    (r"Answer: \sqrt2", r"\sqrt{2}", 1),
+    (r"Answer: \text{east}", "east", 1),
+    (r"Answer: $\left(1, 2\right)$", "(1,2)", 1),
+    ("Answer: 0.5", "1/2", -1),
+    ("42", "42", -1),
+    ("Answer: 42" + "." * 300, "42", -1),
+    ("Answer:", "42", -1),
+    ("Answer:\n42", "42", -1),
+    ("Answer: ４２", "42", -1),
+    ("", "42", -1),
+]
+
+
+@pytest.mark.parametrize(("response", "label", "score"), DAPO)
+async def test_dapo(response, label, score):
+    reward = await dapo_reward(None, Sample(response=response, label=label))
+    assert (reward["score"], reward["acc"]) == (score, float(score == 1))
+
+
+async def test_dapo_by_both_keys(engine_config):
+    for key, evaluation, expected in (("score", False, [1, -1]), ("acc", True, [1, 0])):
+        update = {"rm_type": "dapo", "reward_key": "score", "eval_reward_key": "acc"}
+        samples = [Sample(index=i, response=f"Answer: {i}", label="0") for i in range(2)]
+        counts = await compute_rewards(engine_config.model_copy(update=update), samples, evaluation=evaluation)
+        assert [sample.reward for sample in samples] == expected, key
+        assert counts.errors == 0
+        assert samples[1].metadata["reward"] == {"score": -1.0, "acc": 0.0, "pred": "1"}
+
+
+async def test_dapo_needs_a_label_with_something_in_it():
+    assert normalize("a dollars") == ""
+    with pytest.raises(ValueError, match="nothing is left of the label"):
+        await dapo_reward(None, Sample(response="Answer:", label="a"))
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("Paris", "Paris", 1),
+        ("the PARIS!", "Paris", 1),
+        ("Paris, France", "Paris", 2 / 3),
+        ("It is Paris", "Paris", 0.5),
+        ("Paris Paris", "Paris", 2 / 3),
+        ("Paris Paris", "Paris Paris", 1),
+        ("London", "Paris", 0),
+        ("", "Paris", 0),
+        ("the", "Paris", 0),
+        ("yes", "yes", 1),
+        ("yes and no", "yes", 0),
+        ("no", "yes", 0),
+        ("Straße", "STRASSE", 1),
+        ("ﬁnal", "final", 1),
+        ("«München»…", "münchen", 1),
+        ("42 " * 100_000, "42", 2 / 100_001),
+    ],
+)
+async def test_f1(response, label, reward):
+    assert await f1_reward(None, Sample(response=response, label=label)) == pytest.approx(reward)
+
+
+async def test_f1_of_a_label_without_words_is_an_error():
+    with pytest.raises(ValueError, match="the label 'the!' has no words"):
+        await f1_reward(None, Sample(response="", label="the!"))
+
+
+GPQA = [
+    ("B", "B"),
+    ("b", "B"),
+    ("(B)", "B"),
+    ("So it must be this one.\n**B**", "B"),
+    ("B.", "B"),
+    (r"\boxed{B}", "B"),
+    (r"\boxed{\text{B}}", "B"),
+    (r"\boxed{(b)}", "B"),
+    (r"\boxed{B, C}", None),
+    (r"\boxed{ABCD}", None),
+    (r"The answer is A. \boxed{}", None),
+    ("The answer is B.", "B"),
+    ("The answer is (B), since A is wrong.", "B"),
+    ("The answer is B because it fits.", "B"),
+    ("**Answer:** B", "B"),
+    ("Answer: **B**", "B"),
+    ("**Answer: (B)**", "B"),
+    ("Answer: $B$", "B"),
+    ("The correct choice is C", "C"),
+    ("Answer: A\nAnswer: B", "B"),
+    ("<think>Answer: A</think>Answer: B", "B"),
+    ("Answer: A, B, C, D", None),
+    ("Answer: A or B", None),
+    ("Answer: (A) and (B)", None),
+    ("Answer: A/B", None),
+    ("Answer: A. or B", None),
+    ("Answer: A good one would be B", None),
+    ("The answer is a mystery", None),
+    ("The answer is Banana", None),
+    ("Answer: B'", None),
+    ("Answer: В", None),  # a Cyrillic letter
+    ("A B C D", None),
+    ("It could be B", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("text", "choice"), GPQA)
+def test_choices(text, choice):
+    assert find_choice(text) == choice
+
+
+async def test_gpqa():
+    for label in ("B", "b", "(B)", " B. "):
+        assert await gpqa_reward(None, Sample(response="Answer: B", label=label)) == 1
+        assert await gpqa_reward(None, Sample(response="Answer: C", label=label)) == 0
+        assert await gpqa_reward(None, Sample(response="none", label=label)) == 0
+    for label in ("", "AB", "1", "Paris"):
+        with pytest.raises(ValueError, match="is not the letter of a choice"):
+            await gpqa_reward(None, Sample(response="A", label=label))
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "reward"),
+    [
+        ("deepscaler", r"<think>hm</think>\boxed{\frac{1}{2}}", "0.5", 1),
+        ("deepscaler", r"<think>\boxed{4}</think> 4", "4", 0),
+        ("deepscaler", r"<think>\boxed{4}</think>\boxed{5}", "4", 0),
+        ("deepscaler", r"</think>\boxed{5}</think>\boxed{4}", "4", 1),
+        ("deepscaler", r"\boxed{4}", "4", 0),
+        ("deepscaler", r"</think>\boxed{4", "4", 0),
+        ("deepscaler", "", "4", 0),
+        ("boxed_math", r"\boxed{2/4}, as was to be shown", "1/2", 1),
+        ("boxed_math", "the answer is 4", "4", 0),
+        ("boxed_exact", r"so \boxed{a{b}}", "a{b}", 1),
+        ("boxed_exact", "a", "a", 0),
+        ("boxed_f1", r"\boxed{the Paris}", "Paris", 1),
+        ("boxed_gpqa", r"\boxed{C}", "C", 1),
+        ("boxed_gpqa", "Answer: C", "C", 0),
+    ],
+)
+async def test_boxed_and_deepscaler(engine_config, name, response, label, reward):
+    config = engine_config.model_copy(update={"rm_type": name})
+    sample = Sample(response=response, label=label, status=Sample.Status.COMPLETED)
+    counts = await compute_rewards(config, [sample])
+    assert (sample.reward, counts.first_error) == (reward, None)
+
+
+@pytest.mark.parametrize("name", ["exact", "dapo", "deepscaler", "f1", "gpqa", "boxed_exact", "boxed_gpqa", "boxed_f1"])
+@pytest.mark.parametrize(
+    "part",
+    [r"\boxed{", "Answer: ", "{", "}", "the ", r"\\", "$", "</think>", "ﷺ", "(", "* ", "\n", "_", "\0", "\ud800"],
+)
+async def test_rambling_is_judged_in_time(name, part):
+    sample = Sample(response=part * (200_000 // len(part)), label="B")
+    start = time.process_time()
+    reward = await BUILT_IN[name](None, sample)
+    assert (reward["acc"] if isinstance(reward, dict) else reward) == 0
+    assert time.process_time() - start < 5

@@ -1,0 +1,94 @@
+"""The order of the driver with a critic: who comes, leaves, is trained, saved and sent, as test_order.py has it."""
+
+import pytest
+
+from tests.fast.recording_driver import driver, steps_of
+
+
+@pytest.fixture
+def drive(tmp_path, monkeypatch):
+    """Runs `train.run` on the configuration of `flags`, with ppo; returns the calls."""
+    run = driver(tmp_path, monkeypatch)
+    return lambda flags, **more: run(f"{flags} --advantage-estimator ppo", **more)
+
+
+SET_UP, CRITIC_ALONE, STEP = PPO = (
+    """
+    rollout offload cuda_graph kv_cache weights
+    trainer init, trainer sleep, critic init, critic sleep
+    trainer start_rollout_id, rollout engine_urls, trainer connect
+    rollout onload_weights, trainer update_weights 1, rollout onload_kv
+    """,
+    """
+    rollout generate {id}
+    rollout offload cuda_graph kv_cache weights, critic onload
+    critic train {id}
+    critic sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+    """,
+    """
+    rollout generate {id}
+    rollout offload cuda_graph kv_cache weights, critic onload
+    critic train {id}
+    critic sleep, trainer onload
+    trainer train {id}
+    trainer sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+    """,
+)
+# Tensor parallelism: the sync gathers, also from an actor that sleeps through the step.
+PPO_TP = tuple(
+    text.replace("trainer update_weights 1", "trainer update_weights 1, trainer destroy_process_groups").replace(
+        "trainer update_weights {version}", "trainer update_weights {version}, trainer destroy_process_groups"
+    )
+    for text in PPO
+)
+PPO_TP = (PPO_TP[0], PPO_TP[1].replace("critic sleep", "critic sleep, trainer reload_process_groups"), PPO_TP[2])
+# Nothing moves, and the engines keep what they have as long as the actor does.
+PPO_STAYS = (
+    """
+    trainer init, critic init
+    trainer start_rollout_id, rollout engine_urls, trainer connect
+    trainer update_weights 1
+    """,
+    "rollout generate {id}, critic train {id}",
+    "rollout generate {id}, critic train {id}, trainer train {id}, trainer update_weights {version}",
+)
+
+LAYOUTS = {
+    "--colocate": PPO,
+    "--colocate --offload-train-target disk --offload-train-disk-dir .": PPO,
+    "--colocate --tensor-model-parallel-size 2": PPO_TP,
+    "--colocate --no-offload": PPO_STAYS,
+    "--rollout-num-gpus 1": PPO_STAYS,
+}
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+@pytest.mark.parametrize("critic_only", [0, 1, 2])
+async def test_all_calls_of_a_run(drive, flags, critic_only):
+    set_up, critic_alone, step = LAYOUTS[flags]
+    calls = steps_of(set_up, *[critic_alone] * critic_only, *[step] * (3 - critic_only))
+    assert await drive(f"{flags} --num-critic-only-steps {critic_only}") == calls
+
+
+async def test_a_critic_is_saved_before_it_leaves_and_the_actor_comes_for_its_save(drive, tmp_path):
+    folder, critic_folder = tmp_path / "checkpoints", tmp_path / "checkpoints_critic"
+    folder.mkdir()
+    critic_folder.mkdir()
+    # The second step trains the critic alone, but both are saved after it: the actor comes, and is not trained.
+    critic_trained, actor_trained = "critic train {id}", "trainer train {id}"
+    actor_saved = f"trainer save {{id}}, rollout save {folder}/iter_000000{{id}}"
+    saved = STEP.replace(critic_trained, critic_trained + ", critic save {id}")
+    untrained = saved.replace("    " + actor_trained, actor_saved)
+    calls = steps_of(SET_UP, CRITIC_ALONE, untrained, saved.replace(actor_trained, f"{actor_trained}, {actor_saved}"))
+    assert await drive("--colocate --num-critic-only-steps 2 --save checkpoints --save-interval 2") == calls
+    for root in (folder, critic_folder):
+        assert (root / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+async def test_a_call_that_fails_ends_the_run_there(drive):
+    calls = steps_of(SET_UP, CRITIC_ALONE, STEP, STEP)
+    for position, line in enumerate(calls[1:], 1):
+        made = []
+        with pytest.raises(OSError, match=f"^{line}$"):
+            await drive("--colocate --num-critic-only-steps 1", calls=made, fail_at=position)
+        assert made == calls[:position]
