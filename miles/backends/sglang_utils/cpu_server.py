@@ -4,7 +4,8 @@ SGLang draws by a request's own seed only in deterministic mode, whose attention
 a GPU. The draw itself does not. Two hooks of SGLang's plugin framework supply what is missing, so that a sample depends
 on its prompt, its seed and the weights, whatever else is in the batch: a resumed run draws what the straight run drew.
 
-Its checksums of the weights need no GPU either, but for one line.
+Its checksums of the weights need no GPU either, but for one line. Its attention takes sequences one by one;
+`cpu_attention` takes them together.
 
 With `CPU_MEMORY_SAVER` in its environment it also gives memory back when told to (see `cpu_memory`).
 
@@ -18,7 +19,7 @@ import runpy
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from miles.backends.sglang_utils import cpu_memory, float32_copies
+from miles.backends.sglang_utils import cpu_attention, cpu_memory, float32_copies
 from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
 
 SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
@@ -75,6 +76,7 @@ HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, H
 HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _freeze_objects, HookType.AFTER)
 HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker._compute_checksum", _checksum, HookType.AROUND)
 float32_copies.register()
+cpu_attention.register()
 if CPU_MEMORY_SAVER in os.environ:
     cpu_memory.register()
 
