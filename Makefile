@@ -15,7 +15,8 @@ help:
 
 setup: $(ready)
 
-$(ready): requirements.txt constraints.txt pyproject.toml scripts/setup.sh $(wildcard scripts/sglang_wheel/*)
+$(ready): requirements.txt requirements-peers.txt constraints.txt pyproject.toml scripts/setup.sh \
+  $(wildcard scripts/sglang_wheel/*)
 	@scripts/setup.sh
 
 demo: $(ready)

@@ -1,4 +1,4 @@
-"""Seconds a step of the real loop on a CPU, by phase, against limits measured in the same run.
+"""Seconds a step of the real loop on a CPU, by phase, against limits and a peer measured in the same run.
 
     python benchmarks/cpu_loop.py [--steps 6] [--json PATH]
 
@@ -8,22 +8,26 @@ which warms everything up, is left out, and the median of the others is shown. T
 - generate: the same requests, sent to a server with the same arguments by a bare HTTP client that reads nothing;
 - train: the same samples in plain PyTorch on one thread: transformers' Qwen3 in padded batches, old log-probabilities,
   clipped loss, backward pass, clipping, AdamW.
+
+The peer is TRL's GRPOTrainer with transformers' generation, alone on the machine, with as many threads as it has cores:
+the same model, prompts, reward, group size, lengths, batch, optimizer and clipping (trl_loop.py). It keeps one model in
+one process; Miles moves weights and samples between two, which is what lets them be on many machines.
 """
 
 import asyncio
+import importlib.metadata
 import json
+import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import aiohttp
 import torch
-import yaml
 from common import ROOT, Row, parser, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_peer import run_miles, run_trl, write_config
 
 from miles.backends.sglang_utils.arguments import (
     HOST,
@@ -36,35 +40,9 @@ from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
 from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.generate import Sampling, end_token_ids
-from miles.tools.make_prompts import make_prompts
-from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.tracking.report import read_metrics
 from miles.utils.arguments import parse_args
 from miles.utils.network import free_port_block
 from miles.utils.types import Sample
-
-
-def write_config(folder: Path, steps: int) -> Path:
-    """The demo's GRPO settings with a fresh checkpoint, prompts of their own, `steps` rollouts and no evaluation."""
-    make_tiny_checkpoint(folder / "model")
-    make_prompts("reverse", 4000, folder / "prompts.jsonl", seed=2)
-    settings = yaml.safe_load((ROOT / "scripts/demo/grpo.yaml").read_text())
-    settings = {name: value for name, value in settings.items() if "eval" not in name}
-    settings |= {
-        "hf_checkpoint": str(folder / "model"),
-        "prompt_data": str(folder / "prompts.jsonl"),
-        "run_dir": str(folder / "run"),
-        "num_rollout": steps,
-    }
-    path = folder / "grpo.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def run_loop(config_file: Path, run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of each step of train.py but the first."""
-    subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", str(config_file)], check=True)
-    return read_metrics(run_dir / "metrics.jsonl")[1:]
 
 
 def request_bodies(config: RunConfig, groups: list[list[Sample]], end_ids: list[int]) -> list[bytes]:
@@ -166,23 +144,28 @@ def _padded(prompts: list[list[int]], responses: list[list[int]]) -> tuple[torch
     return ids_BT, attention_BT, mask_BT[:, 1:].float()
 
 
-def table(steps: list[dict[str, float]], raw: list[float], plain: list[tuple[float, float]]) -> list[Row]:
-    """Medians over the steps, with their limits."""
+def table(
+    steps: list[dict[str, float]], raw: list[float], plain: list[tuple[float, float]], trl: list[dict[str, float]]
+) -> list[Row]:
+    """Medians over the steps, with their limits and TRL's."""
 
     def median(name: str) -> float:
         return statistics.median(step[name] for step in steps)
+
+    def peer(*parts: str) -> float:
+        return statistics.median(sum(rollout[part] for part in parts) for rollout in trl)
 
     log_probs, actor_train = (statistics.median(column) for column in zip(*plain, strict=True))
     total, generate, train = median("perf/step_time"), median("perf/rollout_time"), median("perf/train_time")
     sync = median("perf/update_weights_time")
     phases = [
-        ("generate", generate, statistics.median(raw), "raw SGLang"),
-        ("train", train, log_probs + actor_train, "plain PyTorch"),
-        ("  log_probs", median("perf/log_probs_time"), log_probs, "plain PyTorch"),
-        ("  actor_train", median("perf/actor_train_time"), actor_train, "plain PyTorch"),
-        ("sync", sync, None, "-"),
-        ("other", total - generate - train - sync, None, "-"),
-        ("step", total, None, "-"),
+        ("generate", generate, statistics.median(raw), "raw SGLang", peer("generate")),
+        ("train", train, log_probs + actor_train, "plain PyTorch", peer("score", "train")),
+        ("  log_probs", median("perf/log_probs_time"), log_probs, "plain PyTorch", peer("score")),
+        ("  actor_train", median("perf/actor_train_time"), actor_train, "plain PyTorch", peer("train")),
+        ("sync", sync, None, "-", None),
+        ("other", total - generate - train - sync, None, "-", None),
+        ("step", total, None, "-", peer("step")),
     ]
     return [
         {
@@ -192,8 +175,10 @@ def table(steps: list[dict[str, float]], raw: list[float], plain: list[tuple[flo
             "limit": limit,
             "times the limit": None if limit is None else seconds / limit,
             "limit by": source,
+            "TRL": theirs,
+            "times TRL": None if theirs is None else seconds / theirs,
         }
-        for name, seconds, limit, source in phases
+        for name, seconds, limit, source, theirs in phases
     ]
 
 
@@ -206,9 +191,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config_file = write_config(Path(folder), options.steps)
+        demo = ROOT / "scripts/demo/grpo.yaml"
+        config_file = write_config(demo, Path(folder), None, "reverse", {"num_rollout": options.steps})
         config = parse_args(["--config", str(config_file)])
-        steps = run_loop(config_file, Path(config.run_dir))
+        steps = run_miles(config_file, config.run_dir)[1:]
+        trl = run_trl(config_file, options.steps, {}, len(os.sched_getaffinity(0)))[1:]
         data = RolloutDataSource(config, AutoTokenizer.from_pretrained(config.hf_checkpoint))
         rollouts = [data.get_samples(config.rollout_batch_size) for _ in range(options.steps)]
         raw, responses = raw_generation(config, rollouts)
@@ -218,15 +205,19 @@ def main() -> None:
         plain = [trainer.step(*rollout) for rollout in zip(prompts, responses, strict=True)]
     new_tokens = statistics.mean(sum(map(len, rollout)) for rollout in responses)
     loop_tokens = statistics.mean(step["rollout/response_len/mean"] * config.samples_per_rollout for step in steps)
+    rows = table(steps, raw, plain, trl)
     notes = {
         "steps": len(steps),
         "samples a step": config.samples_per_rollout,
+        "samples/s": config.samples_per_rollout / rows[-1]["seconds"],
+        "TRL's samples/s": config.samples_per_rollout / rows[-1]["TRL"],
+        "trl": importlib.metadata.version("trl"),
         "optimizer steps a step": config.steps_per_rollout,
         "response tokens a step": round(loop_tokens),
         "the same, limits": round(new_tokens),
         "bytes of weights a sync": round(steps[0]["perf/update_weights_bytes"]),
     }
-    report("Miles' loop on a CPU: seconds a step", table(steps, raw, plain), notes, options.json)
+    report("Miles' loop on a CPU: seconds a step", rows, notes, options.json)
 
 
 if __name__ == "__main__":

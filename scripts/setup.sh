@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with Python 3.12, everything in requirements.txt, and Miles itself in editable form.
+# Makes .venv with Python 3.12, everything in requirements.txt and requirements-peers.txt, and Miles itself in editable
+# form.
 # Safe to repeat after a failure or an interruption: what was downloaded is kept until the set-up has succeeded.
 # PYTHON=... names the interpreter to use. uv installs in a third of pip's time and 2.5 GB less space at the peak.
 set -euo pipefail
@@ -89,6 +90,8 @@ touch "$unfinished"
 echo "setup: installing the packages of requirements.txt (2.5 GB to download)"
 logged pip install --quiet "uv==$uv_version" || explain_failure
 logged "$venv/bin/uv" pip install --compile-bytecode -r requirements.txt -e . || explain_failure
+logged "$venv/bin/uv" pip install --compile-bytecode --no-deps -r requirements-peers.txt || explain_failure
+rm -rf "$venv"/lib/python3.12/site-packages/{tests,scripts}  # verl's wheel brings them; they would hide ours
 rm -rf "$unfinished" .venv.cache
 touch "$venv/.installed"
 echo "setup: done in $((SECONDS - started)) s"
