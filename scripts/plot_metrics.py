@@ -3,8 +3,9 @@
     python scripts/plot_metrics.py runs/demo/metrics.jsonl --output demo.svg
     python scripts/plot_metrics.py a/metrics.jsonl b/metrics.jsonl --output both.svg --title "Two seeds"
 
-A thin line is rollout/raw_reward, a thick one with dots an eval/<name>. Both stand at the number of rollouts that the
-measured weights had been trained on. Each run has a colour and a label: its folder's name unless --labels names it.
+A thin line is rollout/raw_reward, a thick one with dots an eval/<name>; --show reward leaves the latter out. Both stand
+at the number of rollouts that the measured weights had been trained on. Each run has a colour and a label: its folder's
+name unless --labels names it.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 from miles.tracking.report import EVAL_DETAILS, read_metrics
 
 REWARD = "rollout/raw_reward"
-COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e44ad", "#b8860b", "#c0392b")
+COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e44ad", "#b8860b", "#c0392b", "#17a2b8", "#5d6d7e")
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 42, 44
 
@@ -33,8 +34,8 @@ class Series:
     is_evaluation: bool
 
 
-def series_of(steps: list[dict], run: str) -> list[Series]:
-    """The reward and the evaluations of one run's metrics; `run` goes before each label.
+def series_of(steps: list[dict], run: str, only_reward: bool = False) -> list[Series]:
+    """The reward and the evaluations of one run's metrics; `run` goes before each label. With `only_reward` it is it.
 
     Raises:
         ValueError: there is neither.
@@ -47,7 +48,7 @@ def series_of(steps: list[dict], run: str) -> list[Series]:
                 continue
             if name == REWARD:
                 curves.setdefault(REWARD, []).append((done, value))
-            elif name.startswith("eval/") and "/response_len/" not in name:
+            elif not only_reward and name.startswith("eval/") and "/response_len/" not in name:
                 base = name.removesuffix("-before_train")
                 if base.endswith(EVAL_DETAILS):
                     continue
@@ -56,6 +57,8 @@ def series_of(steps: list[dict], run: str) -> list[Series]:
                 curves.setdefault(base, []).append((done if before else done + 1, value))
     if not curves:
         raise ValueError(f"{run}: no step has {REWARD} or eval/<name>; is it a metrics.jsonl of a GRPO run?")
+    if only_reward and run:
+        return [Series(run, curves[REWARD], False)]
     names = sorted(curves, key=lambda name: name != REWARD)
     return [Series(f"{run} {name}".strip(), sorted(curves[name]), name != REWARD) for name in names]
 
@@ -71,6 +74,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def draw(runs: list[list[Series]], title: str) -> str:
     """The SVG text: one colour a run, axes from zero (or the lowest value) to one (or the highest), and a legend."""
     points = [point for run in runs for series in run for point in series.points]
+    with_evaluations = any(series.is_evaluation for run in runs for series in run)
+    thin = 'stroke-width="1" opacity="0.55"' if with_evaluations else 'stroke-width="1.8"'
     x_high = max(1, max(x for x, _ in points))
     y_low, y_high = min(0.0, min(y for _, y in points)), max(1.0, max(y for _, y in points))
 
@@ -89,18 +94,19 @@ def draw(runs: list[list[Series]], title: str) -> str:
         parts.append(_text(x_of(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle"))
     parts.append(_line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "#888"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "rollouts trained on", "middle"))
-    labels = []
+    labels, drawn = [], []
     for number, run in enumerate(runs):
         colour = COLOURS[number % len(COLOURS)]
         for series in run:
             places = [(x_of(x), y_of(y)) for x, y in series.points]
+            drawn += places
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            style = 'stroke-width="2.5"' if series.is_evaluation else 'stroke-width="1" opacity="0.55"'
+            style = 'stroke-width="2.5"' if series.is_evaluation else thin
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" {style}/>')
             if series.is_evaluation:
                 parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places]
             labels.append((series, colour))
-    parts += _legend(labels)
+    parts += _legend(labels, drawn)
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -108,11 +114,16 @@ def draw(runs: list[list[Series]], title: str) -> str:
     )
 
 
-def _legend(labels: list[tuple[Series, str]]) -> list[str]:
-    """At the lower right, where a rising curve leaves room."""
-    width = 40 + 7 * max(len(series.label) for series, _ in labels)
-    left, top = WIDTH - RIGHT - 8 - width, HEIGHT - BOTTOM - 14 - 18 * len(labels)
-    height = 18 * len(labels) + 8
+def _legend(labels: list[tuple[Series, str]], drawn: list[Point]) -> list[str]:
+    """In the corner where it hides the fewest of the points that are drawn; of equal ones at the lower right."""
+    width, height = 40 + 7 * max(len(series.label) for series, _ in labels), 18 * len(labels) + 8
+    corners = [
+        (left, top) for top in (HEIGHT - BOTTOM - 6 - height, TOP + 6) for left in (WIDTH - RIGHT - 8 - width, LEFT + 8)
+    ]
+    left, top = min(
+        corners,
+        key=lambda corner: sum(0 <= x - corner[0] <= width and 0 <= y - corner[1] <= height for x, y in drawn),
+    )
     parts = [f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="white" opacity="0.85"/>']
     for row, (series, colour) in enumerate(labels):
         y = top + 13 + 18 * row
@@ -138,6 +149,7 @@ def main() -> None:
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of each run")
     parser.add_argument("--output", type=Path, required=True, help=".svg file to write")
     parser.add_argument("--title", default="Reward", help='heading (default "Reward")')
+    parser.add_argument("--show", choices=("all", "reward"), default="all", help="which curves (default all)")
     parser.add_argument("--labels", nargs="+", help="name of each run (default: its folder's, for more than one run)")
     options = parser.parse_args()
     several = len(options.metrics) > 1
@@ -145,7 +157,10 @@ def main() -> None:
     if len(labels) != len(options.metrics):
         parser.error(f"--labels names {len(labels)} runs, {len(options.metrics)} files are given")
     try:
-        runs = [series_of(read_metrics(path), label) for path, label in zip(options.metrics, labels, strict=True)]
+        runs = [
+            series_of(read_metrics(path), label, only_reward=options.show == "reward")
+            for path, label in zip(options.metrics, labels, strict=True)
+        ]
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     options.output.parent.mkdir(parents=True, exist_ok=True)

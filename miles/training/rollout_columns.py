@@ -28,8 +28,9 @@ def advantages_of(config: RunConfig, batch: TrainBatch, columns: Columns) -> Adv
         kl = kl_estimate(_policy_log_probs(batch, columns), columns["ref_log_probs"], config.kl_loss_type)
     return compute_advantages(
         config.advantage_estimator,
-        Responses(torch.from_numpy(batch.response_offsets), trainable(batch)),
-        torch.from_numpy(batch["rewards"]),
+        # Copies: what comes out of Ray's store is not writable.
+        Responses(torch.tensor(batch.response_offsets), trainable(batch)),
+        torch.tensor(batch["rewards"]),
         kl=kl,
         kl_coef=config.kl_coef,
         values=columns.get("values"),
@@ -84,9 +85,9 @@ def trainable(batch: TrainBatch) -> torch.Tensor:
 
 def _column(batch: TrainBatch, columns: Columns, name: str) -> torch.Tensor:
     """A column that was computed here, or that came with the batch."""
-    return columns[name] if name in columns else torch.from_numpy(batch[name])
+    return columns[name] if name in columns else torch.tensor(batch[name])
 
 
 def _policy_log_probs(batch: TrainBatch, columns: Columns) -> torch.Tensor:
     """Of the policy before the optimizer steps, as far as it is known."""
-    return columns["old_log_probs"] if "old_log_probs" in columns else torch.from_numpy(batch["rollout_log_probs"])
+    return columns["old_log_probs"] if "old_log_probs" in columns else torch.tensor(batch["rollout_log_probs"])

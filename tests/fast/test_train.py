@@ -144,7 +144,11 @@ def check_moves(steps, output, parameters):
 
 
 # What the engine measures varies in the last bits with the requests that share a batch; what it draws does not.
-ENGINE_MEASURES = ("rollout/rollout_log_probs", "train/train_rollout_logprob_abs_diff", "train/train_rollout_kl")
+ENGINE_MEASURES = (
+    "rollout/rollout_log_probs",
+    "train/rollout_ess_ratio",
+    *(f"train/train_rollout_{what}" for what in ("kl", "logprob_abs_diff", "ratio_max", "ratio_min")),
+)
 
 
 def assert_same(steps, expected):

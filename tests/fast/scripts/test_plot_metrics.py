@@ -71,3 +71,23 @@ def test_metrics_without_a_reward_are_refused(tmp_path):
 def test_labels_must_be_as_many_as_runs(run, tmp_path):
     result = plot(run, "--labels", "a", "b", "--output", tmp_path / "a.svg")
     assert result.returncode == 2 and "names 2 runs, 1 files are given" in result.stderr
+
+
+def test_rewards_alone_are_labelled_by_run(run, tmp_path):
+    arguments = (run, run, "--labels", "one", "two", "--show", "reward", "--output", tmp_path / "a.svg")
+    assert plot(*arguments).returncode == 0
+    tree = ElementTree.parse(tmp_path / "a.svg")
+    assert len(tree.findall(f"{SVG}polyline")) == 2
+    texts = [element.text for element in tree.findall(f"{SVG}text")]
+    assert {"one", "two"} <= set(texts) and not [text for text in texts if "raw_reward" in text]
+    evaluations = write(tmp_path / "b", [{"eval/x": 0.1}])
+    assert "no step has rollout/raw_reward" in plot(evaluations, *arguments[4:]).stderr
+
+
+@pytest.mark.parametrize(("rewards", "corner"), [([0, 0.3, 1], "right low"), ([0.9, *[0.05] * 30], "right high")])
+def test_the_legend_stands_where_the_curve_is_not(rewards, corner, tmp_path):
+    path = write(tmp_path / "a", [{"rollout/raw_reward": reward} for reward in rewards])
+    assert plot(path, "--output", tmp_path / "a.svg").returncode == 0
+    box = ElementTree.parse(tmp_path / "a.svg").findall(f"{SVG}rect")[1]
+    x, y = float(box.get("x")), float(box.get("y"))
+    assert corner == f"{'right' if x > 360 else 'left'} {'low' if y > 190 else 'high'}"
