@@ -186,8 +186,8 @@ def test_peak_memory_is_one_file_and_one_tensor(run_ranks, tmp_path):
     tensor = 4 * columns * rows
     # The allocator may keep what one copy took.
     assert after - before < 1.2 * tensor, "what was read stays in memory"
-    # A file, and a tensor of the file before; each is copied on its way into the parameter. Some of it may be memory that
-    # the process had and did not use.
+    # A file, and a tensor of the file before; each is copied on its way into the parameter. Some may be memory that the
+    # process had before.
     print(f"peak: {(peak - before) / tensor:.2f} tensors, of which {per_file} are a file")
     assert (per_file - 0.5) * tensor < peak - before < (per_file + 2.2) * tensor
 
