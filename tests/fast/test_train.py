@@ -264,6 +264,7 @@ def check_ppo_steps(steps, count, parameters=None):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_ppo_with_actor_critic_and_engine_in_turns(train, tmp_path, tiny_checkpoint):
     from transformers import AutoModelForCausalLM
 
