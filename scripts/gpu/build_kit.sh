@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build_kit.sh KIT [--te] [--cutlass]: fills .gpukit/ for stage.sh. KIT is the folder that holds build.sh, pins.txt and
 # join.sh; the wheels in w1 are what Miles imports and neither the kit nor the GPU machine has, those in w2 what
-# benchmarks/trl_peer.py needs. --te: Transformer Engine in t1 to t5; --cutlass: what DeepSeek engines import, c1 to c3.
+# benchmarks/trl_peer.py needs. --te: Transformer Engine in t1 to t5; --cutlass: what DeepSeek engines import, c1 and on.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=.venv/bin/python "${1:?usage: build_kit.sh KIT [--te] [--cutlass]}/build.sh" .gpukit --model "${@:2}"
