@@ -83,7 +83,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     from miles.backends.megatron_utils.process_groups import SubGroups
     from miles.backends.megatron_utils.residency import build_residency
     from miles.backends.megatron_utils.training import ShardTrainer
-    from miles.residency.plan import Region
+    from miles.residency.plan import Party, Region
     from miles.training.rollout_columns import trained_columns
     from miles.utils.arguments import parse_args
     from miles.utils.network import free_ports
@@ -113,7 +113,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
         torch.nn.init.normal_(parameter, std=0.02)
     state = build_train_state(config, chunks, 100)
     groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
-    residency = build_residency(config, 0, state, groups)
+    residency = build_residency(config, 0, state, groups, Party.ACTOR)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if with_step:
         step()

@@ -173,7 +173,7 @@ def compute_policy_loss(
         metrics = {"train/loss": loss, "train/pg_loss": pg_loss} | _weighted(means, packed)
         metrics |= extremes("train/ppo_ratio", term.ratio_N, packed)
         metrics |= _distances(log_ratio_N, trainer_N, rollout_N, packed, sums) | correction_metrics
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    return loss, _detached(metrics)
 
 
 def compute_sft_loss(log_probs_N: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, Metrics]:
@@ -211,7 +211,7 @@ def _compute_custom_loss(
     with torch.no_grad():
         old_N, trainer_N, rollout_N = _compared(log_probs_N, packed, old)
         metrics = _distances(log_probs_N - old_N, trainer_N, rollout_N, packed, sums) | metrics
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    return loss, _detached(metrics)
 
 
 def _select(packed: PackedBatch, x_N: torch.Tensor) -> torch.Tensor:
@@ -278,6 +278,7 @@ def _corrections(
         means |= tis_means | {"ois": bounded_exp(log_ratio_N)}
     if settings.custom_tis is not None:
         weight_N, metrics = settings.custom_tis(trainer_N, rollout_N, packed, sums)
+        metrics = _detached(metrics)
         weights.append(_select(packed, weight_N.detach()))
     if settings.rejection is not None:
         out_N, rejection_means = rejected(trainer_N - rollout_N, settings.rejection, sums)
@@ -285,6 +286,14 @@ def _corrections(
         means |= rejection_means
     total_N = functools.reduce(torch.mul, weights) if weights else None
     return total_N, metrics | _weighted(means, packed)
+
+
+def _detached(metrics: Metrics) -> Metrics:
+    """The metrics without gradient; TypeError for one, of a custom function, that is no scalar tensor."""
+    for name, value in metrics.items():
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            raise TypeError(f"metric {name} is {value!r}; a custom function must return scalar tensors as metrics")
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 def _weighted(means: Metrics, packed: PackedBatch) -> Metrics:

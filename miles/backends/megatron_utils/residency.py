@@ -348,7 +348,7 @@ class TrainerResidency:
 
 
 def build_residency(
-    config: RunConfig, rank: int, state: TrainState, groups: SubGroups, party: Party = Party.ACTOR
+    config: RunConfig, rank: int, state: TrainState, groups: SubGroups, party: Party
 ) -> TrainerResidency:
     """The residency of a rank that is built and loaded. Raises ValueError for a disk folder that can't be used."""
     policy = policy_of(config)

@@ -34,6 +34,10 @@ def undefined_at_masked_tokens(config, old_N, rollout_N, packed, sums):
     return old_N / old_N, {}
 
 
+def float_as_metric(config, log_probs_N, entropy_N, packed, sums):
+    return weighted_sum(log_probs_N, packed.weight_N), {"train/mine": 0.5}
+
+
 def wrong(config, log_probs_N):
     pass
 """
@@ -147,6 +151,12 @@ def test_custom_loss(own):
     assert metrics.keys() == names | {"train/loss", "train/entropy"}
     assert {name: metrics[name] for name in names} == {name: policy_metrics[name] for name in names}
     assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_a_custom_metric_that_is_no_tensor_is_named(own):
+    config = config_of(loss_type="custom_loss", custom_loss_function_path=f"{own}.float_as_metric")
+    with pytest.raises(TypeError, match="metric train/mine is 0.5; a custom function must return scalar tensors"):
+        make_loss(config, None)(torch.zeros(8), torch.zeros(8), whole_step(MASKS, **columns()))
 
 
 def test_custom_importance_weights(own):
