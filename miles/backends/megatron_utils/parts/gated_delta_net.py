@@ -4,6 +4,7 @@ Shapes: T tokens of a micro-batch, S sequences, L the longest of them, N heads, 
 a convolution.
 """
 
+import importlib.util
 import itertools
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 
 from miles.backends.megatron_utils.parts.norms import RMSNorm
@@ -23,10 +25,21 @@ KERNELS_INSTALLED = common.HAVE_FLA
 
 
 def kernel_problems() -> list[str]:
-    """What a gated delta net lacks on this machine: on a GPU, flash-linear-attention."""
-    if KERNELS_INSTALLED or not torch.cuda.is_available():
+    """What a gated delta net lacks on this machine: on a GPU, flash-linear-attention with kernels that work there."""
+    if not torch.cuda.is_available():
         return []
-    return ["its gated delta nets need flash-linear-attention on a GPU: pip install flash-linear-attention"]
+    if not KERNELS_INSTALLED:
+        return ["its gated delta nets need flash-linear-attention on a GPU: pip install flash-linear-attention"]
+    import triton
+
+    # Triton's code for this backward pass is wrong on Hopper there, and flash-linear-attention refuses it, in a step.
+    wrong = Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
+    if wrong and torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("tilelang") is None:
+        return [
+            f"flash-linear-attention cannot train its gated delta nets on a Hopper GPU with triton "
+            f"{triton.__version__}: pip install tilelang, whose kernels it takes then"
+        ]
+    return []
 
 
 def gated_delta_net_spec() -> ModuleSpec:

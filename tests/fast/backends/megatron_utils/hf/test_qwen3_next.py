@@ -165,3 +165,17 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr("miles.backends.megatron_utils.parts.gated_delta_net.KERNELS_INSTALLED", False)
     with pytest.raises(ValueError, match="pip install flash-linear-attention"):
         family_for(hf_config).check_layout(hf_config, ParallelSizes())
+
+
+def test_a_hopper_gpu_with_kernels_that_are_wrong_there_is_refused(monkeypatch):
+    hf_config = config_of(Qwen3NextConfig)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("miles.backends.megatron_utils.parts.gated_delta_net.KERNELS_INSTALLED", True)
+    for version, fits in {"3.3.1": True, "3.6.0": False, "3.7.1": True}.items():
+        monkeypatch.setattr("triton.__version__", version)
+        if fits:
+            family_for(hf_config).check_layout(hf_config, ParallelSizes())
+        else:
+            with pytest.raises(ValueError, match="pip install tilelang"):
+                family_for(hf_config).check_layout(hf_config, ParallelSizes())
