@@ -14,6 +14,7 @@ from miles.utils.arguments import parse_args
 async def run(config: RunConfig) -> None:
     """One training run, from placement to summary."""
     # Here and not above: `--help` and a refused configuration answer without loading Ray.
+    from miles.ray.batches import Batches
     from miles.ray.checkpointer import Checkpointer
     from miles.ray.handover import Handover
     from miles.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
@@ -29,17 +30,21 @@ async def run(config: RunConfig) -> None:
     checkpointer = Checkpointer(config, rollout, models.actor, models.critic, handover)
     start = await checkpointer.resume()
     report = Report(config, start)
+    batches = Batches(config, rollout, report)
     await handover.initial_sync()
     handover.before_evaluation()
     await report.evaluate_before_training(rollout)
     for rollout_id in range(start, config.num_rollout):
-        batch = await rollout.generate(rollout_id)
+        batch = await batches.next(rollout_id)
         metrics = dict(batch.metrics)
         if config.needs_trainer:
             await handover.to_training()
             metrics |= await models.train(rollout_id, batch.shards, checkpointer, report)
             with report.timer("save"):
                 await checkpointer.save_if_due(rollout_id)
+        await batches.settle()
+        # What is saved or evaluated is synced, whatever the interval.
+        if handover.sync_is_due(rollout_id) or checkpointer.is_due(rollout_id) or report.evaluation_is_due(rollout_id):
             metrics |= await handover.to_rollout()
         handover.before_evaluation()
         await report.evaluate_if_due(rollout, rollout_id)

@@ -87,7 +87,7 @@ def _reward_statistics(v: Values) -> Iterator[str]:
 
 def _groups(v: Values) -> Iterator[str]:
     compares = v.advantage_estimator in GROUP_ESTIMATORS and not v.disable_rewards_normalization
-    if v.needs_engines and v.needs_trainer and compares and v.n_samples_per_prompt == 1 and not v.use_opd:
+    if v.learns_from_samples and v.needs_trainer and compares and v.n_samples_per_prompt == 1 and not v.use_opd:
         yield (
             "--n-samples-per-prompt 1 with group-normalised rewards: a response has nothing to be compared with, every "
             "advantage is 0 and nothing is learned; give at least 2, or --disable-rewards-normalization, or "
@@ -96,7 +96,7 @@ def _groups(v: Values) -> Iterator[str]:
 
 
 def _whitening(v: Values) -> Iterator[str]:
-    if v.advantage_estimator in WHITENED_ESTIMATORS and v.normalize_advantages is False and v.needs_engines:
+    if v.advantage_estimator in WHITENED_ESTIMATORS and v.normalize_advantages is False and v.learns_from_samples:
         yield (
             f"--no-normalize-advantages with --advantage-estimator {v.advantage_estimator}, whose advantages have no "
             "baseline or scale but the whitening's; drop it"

@@ -47,5 +47,7 @@ class ClusterConfig(Section):
     distributed_timeout_minutes: int = Field(
         10, gt=0, description="Minutes after which a stuck collective operation of the trainer fails."
     )
-    debug_train_only: bool = Field(False, description="Start no engine: supervised steps only.")
+    debug_train_only: bool = Field(
+        False, description="Start no engine: supervised steps, or those of --load-debug-rollout-data."
+    )
     debug_rollout_only: bool = Field(False, description="Start no trainer: generate and score only.")

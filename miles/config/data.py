@@ -16,7 +16,8 @@ class DataConfig(Section):
 
     prompt_data: Annotated[list[str] | None, BeforeValidator(_one_is_a_list)] = Field(
         None,
-        description="Prompts to train on: .jsonl or .parquet files, or FILE@[a:b] for some of a file's rows. Required.",
+        description="Prompts to train on: .jsonl or .parquet files, or FILE@[a:b] for some of a file's rows. Required "
+        "without --data-source-path.",
     )
     prompt_data_weights: list[float] | None = Field(
         None,
@@ -33,7 +34,9 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra arguments of the chat template."
     )
-    num_rollout: int | None = Field(None, gt=0, description="Rollouts (generate, then train) of the whole run.")
+    num_rollout: int | None = Field(
+        None, ge=0, description="Rollouts (generate, then train) of the whole run; 0: only evaluate."
+    )
     num_epoch: int | None = Field(
         None, gt=0, description="Passes over the prompts, instead of --num-rollout: give exactly one of the two."
     )

@@ -11,10 +11,9 @@ OWN_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", 
 
 
 def _prompts(v: Values) -> Iterator[str]:
-    if not v.prompt_data:
+    if not v.prompt_data and v.data_source_path is None:
         yield "--prompt-data is required: a .jsonl or .parquet file with the prompts"
-        return
-    for path in v.prompt_data:
+    for path in v.prompt_data or []:
         if problem := prompt_file_problem("--prompt-data", path):
             yield problem
 

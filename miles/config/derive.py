@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from miles.config.algorithm import WHITENED_ESTIMATORS
+from miles.config.debug_rules import what_needs_no_engine
 from miles.config.offload_rules import scratch_folder
 from miles.config.values import Undetermined, Values
 
@@ -44,6 +45,16 @@ def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dic
     return values, reasons
 
 
+@_derives("debug_train_only", "save_debug_rollout_data", "eval_interval")
+def _loaded_samples(v: Values) -> Iterator[Derived]:
+    """So that --load-debug-rollout-data can be added to the command line of the run that saved them."""
+    if v.load_debug_rollout_data is not None:
+        reason = "--load-debug-rollout-data: no engine runs"
+        for name, value in (("debug_train_only", True), ("save_debug_rollout_data", None), ("eval_interval", None)):
+            if getattr(v, name) != value:
+                yield name, value, reason
+
+
 @_derives("bf16")
 def _precision(v: Values) -> Iterator[Derived]:
     if v.bf16 is None:
@@ -67,7 +78,7 @@ def _expert_tensor_parallel(v: Values) -> Iterator[Derived]:
 
 def _lone_side(v: Values) -> str | None:
     if not v.needs_engines:
-        return "no engine runs with " + ("--debug-train-only" if v.debug_train_only else "--loss-type sft_loss")
+        return "no engine runs with " + what_needs_no_engine(v)
     return None if v.needs_trainer else "no trainer runs with --debug-rollout-only"
 
 
@@ -95,6 +106,14 @@ def _rollout_gpus(v: Values) -> Iterator[Derived]:
 def _nobody_to_share_with(v: Values) -> Iterator[Derived]:
     if v.colocate and _lone_side(v):
         yield "colocate", False, _lone_side(v)
+
+
+@_derives("one_step_ahead", "fully_async")
+def _nothing_to_overlap(v: Values) -> Iterator[Derived]:
+    """So that a debug mode can be added to any command line."""
+    for name in ("one_step_ahead", "fully_async"):
+        if getattr(v, name) and not v.needs_engines:
+            yield name, False, _lone_side(v)
 
 
 @_derives("offload_train", "offload_rollout")
@@ -150,6 +169,12 @@ def _host_buffers(v: Values) -> Iterator[Derived]:
         yield "offload_train_keep_host_buffers", peak == "cpu", f"--colocate-memory-peak-device {peak}"
 
 
+@_derives("async_max_concurrent_samples")
+def _concurrent_samples(v: Values) -> Iterator[Derived]:
+    if v.async_max_concurrent_samples is None and v.fully_async:
+        yield "async_max_concurrent_samples", v.samples_per_rollout, "--fully-async: the samples of a rollout"
+
+
 @_derives("global_batch_size", "num_steps_per_rollout")
 def _steps(v: Values) -> Iterator[Derived]:
     samples, size, steps = v.samples_per_rollout, v.global_batch_size, v.num_steps_per_rollout
@@ -196,14 +221,14 @@ def _reference(v: Values) -> Iterator[Derived]:
 
 @_derives("normalize_advantages")
 def _whitening(v: Values) -> Iterator[Derived]:
-    if v.normalize_advantages is None and v.needs_engines:
+    if v.normalize_advantages is None and v.learns_from_samples:
         whitened = v.advantage_estimator in WHITENED_ESTIMATORS
         yield "normalize_advantages", whitened, f"--advantage-estimator {v.advantage_estimator}"
 
 
 @_derives("constant_loss_length")
 def _constant_length(v: Values) -> Iterator[Derived]:
-    if v.constant_loss_length is None and v.advantage_estimator == "dr_grpo" and v.needs_engines:
+    if v.constant_loss_length is None and v.advantage_estimator == "dr_grpo" and v.learns_from_samples:
         if v.rollout_max_response_len is not None:
             reason = "--advantage-estimator dr_grpo: --rollout-max-response-len"
             yield "constant_loss_length", v.rollout_max_response_len, reason
@@ -219,6 +244,15 @@ def _critic(v: Values) -> Iterator[Derived]:
         folder = getattr(v, name)
         if getattr(v, f"critic_{name}") is None and folder is not None:
             yield f"critic_{name}", folder.rstrip("/") + "_critic", f"--{name} and _critic"
+
+
+@_derives("eval_max_prompt_len", "eval_max_context_len")
+def _eval_lengths(v: Values) -> Iterator[Derived]:
+    # Before the limit of rollouts that is derived, which does not become one of evaluations.
+    for name in ("max_prompt_len", "max_context_len"):
+        given = getattr(v, f"rollout_{name}")
+        if getattr(v, f"eval_{name}") is None and given is not None:
+            yield f"eval_{name}", given, "--rollout-" + name.replace("_", "-")
 
 
 @_derives("rollout_max_prompt_len")
@@ -241,3 +275,5 @@ _falls_back("eval_max_response_len", "rollout_max_response_len")
 _falls_back("eval_input_key", "input_key")
 _falls_back("eval_label_key", "label_key")
 _falls_back("eval_reward_key", "reward_key")
+_falls_back("eval_tool_key", "tool_key")
+_falls_back("over_sampling_batch_size", "rollout_batch_size")

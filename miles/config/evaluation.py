@@ -14,6 +14,11 @@ class EvaluationConfig(Section):
     eval_prompt_data: list[str] | None = Field(
         None, description="Held-out prompts, as pairs: NAME FILE NAME FILE ...; the metric is eval/NAME."
     )
+    eval_config: str | None = Field(
+        None,
+        description="YAML file of evaluation sets with settings of their own, instead of --eval-prompt-data; see "
+        "docs/user-guide/evaluation.md.",
+    )
     skip_eval_before_train: bool = Field(False, description="Do not evaluate before the first rollout.")
     n_samples_per_eval_prompt: int = Field(1, gt=0, description="Responses sampled for each held-out prompt.")
     eval_temperature: float | None = Field(None, ge=0, description="Unset: --rollout-temperature. 0 is greedy.")
@@ -22,5 +27,17 @@ class EvaluationConfig(Section):
     eval_max_response_len: int | None = Field(
         None, gt=0, description="Most tokens of a response. Unset: --rollout-max-response-len."
     )
+    eval_min_new_tokens: int = Field(0, ge=0, description="Fewest tokens of a response.")
+    eval_max_prompt_len: int | None = Field(
+        None, gt=0, description="Most tokens of a prompt; longer ones are left out. Unset: --rollout-max-prompt-len."
+    )
+    eval_max_context_len: int | None = Field(
+        None, gt=1, description="Most tokens of prompt and response together. Unset: --rollout-max-context-len."
+    )
     eval_input_key: str | None = Field(None, description="Column with the prompt. Unset: --input-key.")
     eval_label_key: str | None = Field(None, description="Column with the right answer. Unset: --label-key.")
+    eval_tool_key: str | None = Field(None, description="Column with tools. Unset: --tool-key.")
+    log_passrate: bool = Field(
+        False,
+        description="Also show pass@k for k = 1, 2, 4, ...: the chance that one of k samples of a prompt has reward 1.",
+    )

@@ -67,9 +67,18 @@ class Layout:
         return self.max_tokens_per_gpu and self.max_tokens_per_gpu * self.context_parallel_size
 
     @property
+    def learns_from_samples(self) -> bool:
+        """Whether there is something to learn from engines' samples and their rewards: not for supervised steps.
+
+        The samples may also come from files: see `needs_engines`.
+        """
+        return self.loss_type != "sft_loss"
+
+    @property
     def needs_engines(self) -> bool:
-        """Whether SGLang engines run: not for supervised steps, nor with --debug-train-only."""
-        return self.loss_type != "sft_loss" and not self.debug_train_only
+        """Whether SGLang engines run: not for supervised steps, nor with --debug-train-only, which follows from
+        --load-debug-rollout-data."""
+        return self.learns_from_samples and not self.debug_train_only
 
     @property
     def needs_trainer(self) -> bool:
@@ -77,14 +86,20 @@ class Layout:
         return not self.debug_rollout_only
 
     @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are generated while the trainer computes."""
+        return self.one_step_ahead or self.fully_async
+
+    @property
     def use_critic(self) -> bool:
-        """Whether a critic is trained beside the actor."""
-        return self.advantage_estimator == "ppo" and self.needs_trainer and self.needs_engines
+        """Whether a critic is trained beside the actor: not in a run that only evaluates, with --num-rollout 0."""
+        trains = self.needs_trainer and self.learns_from_samples and self.num_rollout != 0
+        return trains and self.advantage_estimator == "ppo"
 
     @property
     def needs_reference(self) -> bool:
         """Whether the trainer keeps the weights of a reference model."""
-        return self.needs_trainer and self.needs_engines and (self.use_kl_loss or self.kl_coef > 0)
+        return self.needs_trainer and self.learns_from_samples and (self.use_kl_loss or self.kl_coef > 0)
 
     @property
     def trainer_uses_disk(self) -> bool:

@@ -7,7 +7,7 @@ from pydantic import Field
 from miles.config.section import Section
 
 # Those that compare nothing with a label.
-WITHOUT_LABEL = ("remote_rm",)
+WITHOUT_LABEL = ("remote_rm", "reasoning_gym")
 
 
 class RewardConfig(Section):
@@ -23,6 +23,7 @@ class RewardConfig(Section):
             "gpqa",
             "code",
             "remote_rm",
+            "reasoning_gym",
             "boxed_exact",
             "boxed_math",
             "boxed_f1",
@@ -35,7 +36,7 @@ class RewardConfig(Section):
         "is the label. math: it has the label's value (package math-verify). boxed_NAME: NAME of what the last \\boxed "
         "holds. dapo: 1 or -1 for what follows Answer:. deepscaler: math of the last \\boxed after </think>. f1: words "
         "in common. gpqa: the letter of a choice. code: a Python program passes the label's tests. remote_rm: --rm-url "
-        "is asked.",
+        "is asked. reasoning_gym: the task of the row scores it.",
     )
     rm_url: str | None = Field(
         None,

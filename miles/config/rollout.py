@@ -42,9 +42,14 @@ class RolloutConfig(Section):
     rollout_engine_start_timeout: float = Field(
         600.0, gt=0, description="Seconds that an engine may take until it answers its first health check."
     )
-    rollout_request_timeout: float = Field(1800.0, gt=0, description="Seconds that one generation request may take.")
+    rollout_request_timeout: float = Field(
+        1800.0, gt=0, description="Seconds that one generation request may take; then it counts as failed."
+    )
     rollout_request_retries: int = Field(
-        3, ge=0, description="Times that a request is sent again after the connection failed."
+        3,
+        ge=0,
+        description="Times that a request is sent again after it failed, got no usable answer, or was aborted by "
+        "the engine.",
     )
     max_logprob_abs_diff: float = Field(
         0.05,

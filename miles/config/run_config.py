@@ -7,18 +7,23 @@ from pydantic import Field
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
+from miles.config.collecting import CollectingConfig
 from miles.config.critic import CriticConfig
 from miles.config.data import DataConfig
+from miles.config.debug import DebugConfig
 from miles.config.distillation import DistillationConfig
 from miles.config.evaluation import EvaluationConfig
+from miles.config.hooks import HooksConfig
 from miles.config.layout import Layout
 from miles.config.megatron import MegatronConfig
 from miles.config.model import ModelConfig
+from miles.config.multi_turn import MultiTurnConfig
 from miles.config.off_policy import OffPolicyConfig
 from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.reward import RewardConfig
 from miles.config.rollout import RolloutConfig
+from miles.config.schedule import ScheduleConfig
 from miles.config.section import Section
 from miles.config.tracking import TrackingConfig
 from miles.config.weight_sync import WeightSyncConfig
@@ -35,6 +40,8 @@ class SglangConfig(Section):
 
 class RunConfig(
     SglangConfig,
+    DebugConfig,
+    HooksConfig,
     TrackingConfig,
     CheckpointConfig,
     EvaluationConfig,
@@ -45,6 +52,9 @@ class RunConfig(
     AlgorithmConfig,
     RewardConfig,
     WeightSyncConfig,
+    ScheduleConfig,
+    MultiTurnConfig,
+    CollectingConfig,
     RolloutConfig,
     DataConfig,
     MegatronConfig,

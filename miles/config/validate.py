@@ -6,14 +6,20 @@ from pathlib import Path
 
 from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
 from miles.config.data_rules import DATA_RULES
+from miles.config.debug_rules import DEBUG_RULES
 from miles.config.engine_rules import ENGINE_RULES, engine_warnings
+from miles.config.eval_rules import EVAL_RULES, eval_warnings
+from miles.config.hooks_rules import HOOKS_RULES
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
+from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
-from miles.config.paths import dotted_path_problem, folder_problem, prompt_file_problem
+from miles.config.paths import dotted_path_problem, folder_problem
 from miles.config.reward import WITHOUT_LABEL
 from miles.config.reward_rules import REWARD_RULES
+from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
 from miles.config.run_config import RunConfig
+from miles.config.schedule_rules import SCHEDULE_RULES, schedule_warnings
 from miles.config.values import Undetermined, Values
 from miles.config.weight_sync import WEIGHT_SYNC_RULES
 
@@ -26,7 +32,13 @@ RULES: list[Rule] = [
     *WEIGHT_SYNC_RULES,
     *ALGORITHM_RULES,
     *DATA_RULES,
+    *DEBUG_RULES,
     *REWARD_RULES,
+    *ROLLOUT_RULES,
+    *HOOKS_RULES,
+    *MULTI_TURN_RULES,
+    *SCHEDULE_RULES,
+    *EVAL_RULES,
 ]
 
 
@@ -48,8 +60,8 @@ def validate(v: Values) -> list[str]:
 
 def warn(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
-    if v.eval_prompt_data and v.eval_interval is None:
-        yield "--eval-prompt-data is never used: --eval-interval is not given"
+    yield from eval_warnings(v)
+    yield from multi_turn_warnings(v)
     if v.lr == 0 and v.needs_trainer:
         yield "--lr 0: the weights will not change"
     if v.min_lr > 0 and v.lr_decay_style == "constant" and v.needs_trainer:
@@ -58,6 +70,8 @@ def warn(v: Values) -> Iterator[str]:
     yield from algorithm_warnings(v)
     yield from offload_warnings(v)
     yield from engine_warnings(v)
+    yield from rollout_warnings(v)
+    yield from schedule_warnings(v)
 
 
 def _batch_warnings(v: Values) -> Iterator[str]:
@@ -76,18 +90,6 @@ def _batch_warnings(v: Values) -> Iterator[str]:
 
 
 # --- layout ---
-
-
-@_rule
-def _debug_modes(v: Values) -> Iterator[str]:
-    if v.debug_rollout_only and not v.needs_engines:
-        other = "--debug-train-only" if v.debug_train_only else "--loss-type sft_loss"
-        yield f"--debug-rollout-only starts no trainer and {other} starts no engine: nothing is left to run; drop one"
-    if v.debug_train_only and v.loss_type != "sft_loss":
-        yield (
-            f"--debug-train-only starts no engine, but {v.loss_type} learns from engines' samples; use --loss-type "
-            "sft_loss"
-        )
 
 
 @_rule
@@ -173,7 +175,7 @@ def _lengths(v: Values) -> Iterator[str]:
 
 @_rule
 def _sampling(v: Values) -> Iterator[str]:
-    if v.rollout_temperature == 0 and v.needs_engines and v.needs_trainer:
+    if v.rollout_temperature == 0 and v.learns_from_samples and v.needs_trainer:
         yield (
             "--rollout-temperature 0 cannot be trained on: the trainer divides its logits by it, and all samples of a "
             "group would be equal; use 1.0 (--eval-temperature 0 evaluates greedily)"
@@ -222,31 +224,7 @@ def _schedule(v: Values) -> Iterator[str]:
         yield f"--min-lr {v.min_lr} must not be above --lr {v.lr}"
 
 
-# --- evaluation and checkpoints ---
-
-
-@_rule
-def _evaluation(v: Values) -> Iterator[str]:
-    data = v.eval_prompt_data
-    if v.eval_interval is not None and not data:
-        yield f"--eval-interval {v.eval_interval} needs --eval-prompt-data NAME FILE"
-    if v.eval_interval is not None and not v.needs_engines:
-        yield f"--eval-interval {v.eval_interval} needs engines, and none runs in this layout; leave it out"
-    elif v.eval_interval is not None and v.use_opd and v.rm_type is None and v.custom_rm_path is None:
-        yield f"--eval-interval {v.eval_interval} needs a reward to evaluate with: give --rm-type or --custom-rm-path"
-    if not data:
-        return
-    names, files = data[::2], data[1::2]
-    if len(data) % 2:
-        yield f"--eval-prompt-data takes pairs NAME FILE, got {len(data)} values: {' '.join(data)}"
-        return
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"--eval-prompt-data has the name {name} more than once; name each file differently"
-    for file in files:
-        if problem := prompt_file_problem("--eval-prompt-data", file):
-            yield problem
-    if v.rm_type not in (None, *WITHOUT_LABEL) and v.eval_label_key is None:
-        yield f"--rm-type {v.rm_type} needs --eval-label-key (or --label-key) for --eval-prompt-data"
+# --- checkpoints ---
 
 
 @_rule

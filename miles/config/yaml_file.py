@@ -1,4 +1,4 @@
-"""The file of `--config`: field names and their values, laid under the command line."""
+"""YAML files; that of `--config` has field names and their values, laid under the command line."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -22,26 +22,30 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def load_yaml(flag: str, path: str) -> tuple[Any, list[str]]:
+    """What the file that `flag` names holds, None if nothing; and what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return yaml.load(stream, _Loader), []
+    except OSError as error:
+        return None, [f"{flag} {path} cannot be read: {error.strerror}"]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return None, [f"{flag} {path} is not valid YAML: {' '.join(str(error).split())}"]
+
+
 def read_yaml(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Values of fields, values of SGLang arguments (without `sglang_`), and what is wrong with the file.
 
     Keys are field names with underscores. Paths in values are kept as written: relative ones belong to the working
     directory, not to the file.
     """
-    try:
-        with open(path, encoding="utf-8") as stream:
-            content = yaml.load(stream, _Loader)
-    except OSError as error:
-        return {}, {}, [f"--config {path} cannot be read: {error.strerror}"]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, {}, [f"--config {path} is not valid YAML: {' '.join(str(error).split())}"]
+    content, problems = load_yaml("--config", path)
     if content is None:
-        return {}, {}, []
+        return {}, {}, problems
     if not isinstance(content, dict):
         return {}, {}, [f"--config {path} must hold `name: value` lines, got a {type(content).__name__}"]
     values: dict[str, Any] = {}
     sglang: dict[str, Any] = {}
-    problems: list[str] = []
     for key, value in content.items():
         name = str(key)
         if name in KINDS:

@@ -10,13 +10,15 @@ from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, wr
 
 
 class Checkpointer:
-    """Saves models and data position every --save-interval rollouts and after the last, exports --save-hf with them.
+    """Saves models, data position and unfinished samples every --save-interval rollouts and after the last one.
+
+    --save-hf is exported with them.
 
     Args:
         config: the run's configuration, with num_rollout set.
         rollout: client of the RolloutManager.
         actor, critic: the ranks of what is trained; None without a critic.
-        handover: knows whether what is saved is where it can be read.
+        handover: knows whether what is saved is where it can be read, and counts the versions of the weights.
     """
 
     def __init__(
@@ -34,13 +36,16 @@ class Checkpointer:
         self.handover = handover
 
     async def resume(self) -> int:
-        """The first rollout of this run. With --load, the data continues where that checkpoint left it."""
+        """The first rollout of this run. With --load, prompts and samples go on where that checkpoint left them.
+
+        A run that only evaluates takes none: its prompts need not be those of the checkpoint.
+        """
         if not self.config.needs_trainer:
             return self.config.start_rollout_id or 0
         start = await self.actor.start_rollout_id()
         found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
-        if found is not None:
-            await self.rollout.load(found[1])
+        if found is not None and self.config.num_rollout > 0:
+            self.handover.version = await self.rollout.load(found[1].absolute())
         return start
 
     def is_due(self, rollout_id: int) -> bool:
@@ -64,7 +69,7 @@ class Checkpointer:
         if self.config.save is not None:
             root = Path(self.config.save).absolute()
             await self.actor.save(rollout_id)
-            await self.rollout.save(checkpoint_folder(root, rollout_id))
+            await self.rollout.save(checkpoint_folder(root, rollout_id), rollout_id, self.handover.version)
             if self.critic is not None:
                 write_marker(Path(self.config.critic_save).absolute(), rollout_id)
             write_marker(root, rollout_id)

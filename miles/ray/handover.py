@@ -28,6 +28,9 @@ class Handover:
     Args:
         config: the run's configuration.
         rollout: client of the RolloutManager, with its engines started.
+
+    Attributes:
+        version: of the weights that were sent last. A resumed run goes on counting.
     """
 
     def __init__(self, config: RunConfig, rollout: ActorClient):
@@ -79,6 +82,10 @@ class Handover:
         await self._in_step(Phase.AFTER_CRITIC)
         self._critic_alone = False
 
+    def sync_is_due(self, rollout_id: int) -> bool:
+        """Whether --update-weights-interval asks for new weights after `rollout_id`."""
+        return (rollout_id + 1) % self.config.update_weights_interval == 0
+
     async def to_rollout(self) -> dict[str, float]:
         """The step is trained: the last model leaves, the engines come and get the actor's weights as the next version.
 
@@ -120,7 +127,13 @@ class Handover:
 
     async def _sync(self) -> dict[str, float]:
         self.version += 1
-        return await self._trainer.update_weights(self.version)
+        if not self.config.fully_async:
+            return await self._trainer.update_weights(self.version)
+        # The engines never rest: what they are writing is cut off, and goes on with the new weights.
+        await self.rollout.hold()
+        metrics = await self._trainer.update_weights(self.version)
+        await self.rollout.release()
+        return metrics
 
     def _target(self, engine: int, url: str) -> EngineTarget:
         """A colocated engine reads the memory of the trainer ranks on its bundles; a remote one is sent the weights."""

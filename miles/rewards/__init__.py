@@ -23,7 +23,10 @@ from miles.rewards.deepscaler import deepscaler_reward
 from miles.rewards.exact import exact_reward
 from miles.rewards.f1 import f1_reward
 from miles.rewards.gpqa import gpqa_reward
-from miles.rewards.math import check_installed, math_reward
+from miles.rewards.math import check_installed as check_math
+from miles.rewards.math import math_reward
+from miles.rewards.reasoning_gym import check_installed as check_reasoning_gym
+from miles.rewards.reasoning_gym import reasoning_gym_reward
 from miles.rewards.remote_rm import remote_reward
 from miles.rewards.sandbox import check_sandbox
 from miles.utils.types import Sample
@@ -41,6 +44,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "gpqa": gpqa_reward,
     "code": code_reward,
     "remote_rm": remote_reward,
+    "reasoning_gym": reasoning_gym_reward,
     "boxed_exact": boxed(exact_reward),
     "boxed_math": boxed(math_reward),
     "boxed_f1": boxed(f1_reward),
@@ -48,8 +52,9 @@ BUILT_IN: dict[str, RewardFunction] = {
 }
 # What a reward needs on this machine; raises ValueError where it is missing.
 _NEEDS: dict[str, Callable[[], None]] = {
-    **dict.fromkeys(("math", "boxed_math", "deepscaler"), check_installed),
+    **dict.fromkeys(("math", "boxed_math", "deepscaler"), check_math),
     "code": check_sandbox,
+    "reasoning_gym": check_reasoning_gym,
 }
 
 _logged_errors: set[type[Exception]] = set()
@@ -89,8 +94,13 @@ def load_reward(config: RunConfig) -> RewardFunction:
         raise ValueError(f"--rm-type {config.rm_type} compares with labels: name their column with --label-key")
     if config.rm_type == "remote_rm" and config.rm_url is None:
         raise ValueError("--rm-type remote_rm needs --rm-url, the address of its service")
-    _NEEDS.get(config.rm_type, lambda: None)()
+    check_built_in(config.rm_type)
     return _built_in_reward
+
+
+def check_built_in(name: str) -> None:
+    """Raise ValueError if this machine lacks what the built-in reward `name` needs."""
+    _NEEDS.get(name, lambda: None)()
 
 
 async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluation: bool = False) -> RewardCounts:
@@ -101,7 +111,8 @@ async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluatio
     timeout are errors; the first of each type is logged with its traceback, once in a process. With --group-rm an
     exception is the error of the whole group.
     """
-    reward_function = load_reward(config)
+    # Evaluation without a reward of the run's own has sets that each name theirs.
+    reward_function = _built_in_reward if evaluation and not has_reward(config) else load_reward(config)
     key = config.eval_reward_key if evaluation else config.reward_key
     flag = "--eval-reward-key" if evaluation else "--reward-key"
     values = await asyncio.gather(*(_values(reward_function, config, group) for group in _asked(config, samples)))
@@ -175,7 +186,10 @@ def _outcome(sample: Sample, value: Any, key: str | None, flag: str) -> float | 
     if isinstance(value, Exception):
         return value
     if isinstance(value, dict):
-        sample.metadata["reward"] = value
+        # Without numpy's scalars: metadata is written as JSON.
+        sample.metadata["reward"] = {
+            name: part.item() if hasattr(part, "item") else part for name, part in value.items()
+        }
     try:
         return _as_float(value, key, flag)
     except (TypeError, ValueError) as error:

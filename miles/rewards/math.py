@@ -7,15 +7,12 @@ for one answer, wherever it is, and whatever thread asked.
 import asyncio
 import functools
 import importlib.util
-import json
 import os
 import signal
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from miles.config import RunConfig
+from miles.rewards.worker_pool import WorkerEnded, WorkerPool
 from miles.utils.types import Sample
 
 TIME_LIMIT_S = 5.0
@@ -53,55 +50,30 @@ def _pool() -> "MathPool":
     return MathPool(workers=max(2, min(32, len(os.sched_getaffinity(0)) // 4)), time_limit_s=TIME_LIMIT_S)
 
 
-class MathPool:
-    """Threads that each keep one worker process and send it one response at a time.
+class MathPool(WorkerPool):
+    """Workers that judge one response at a time.
 
     time_limit_s: CPU seconds of the worker for one response, so that a busy machine fails no good answer.
     """
 
     def __init__(self, workers: int, time_limit_s: float) -> None:
-        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="math-reward")
+        command = [sys.executable, "-m", "miles.rewards.math_worker", str(time_limit_s)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        super().__init__("math-reward", workers, command, environment)
         self._time_limit_s = time_limit_s
-        self._workers: dict[int, subprocess.Popen[str]] = {}
 
     def judge(self, label: str, response: str) -> float:
         """The reward of one response; blocks, and must run in `threads`.
 
         Raises: ValueError for a label that can't be read, MathTimeout, RuntimeError if the worker died otherwise.
         """
-        worker = self._workers.get(threading.get_ident())
-        if worker is None:
-            worker = self._workers[threading.get_ident()] = self._start_worker()
         try:
-            worker.stdin.write(json.dumps({"label": label, "response": response}) + "\n")
-            worker.stdin.flush()
-            answer = worker.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            del self._workers[threading.get_ident()]
-            code = worker.wait()
-            if code == -signal.SIGPROF:
-                raise MathTimeout(f"took more than {self._time_limit_s:g} s of CPU time, label {label!r}")
-            raise RuntimeError(f"the math worker ended with status {code}, label {label!r}")
-        result = json.loads(answer)
+            result = self.ask({"label": label, "response": response})
+        except WorkerEnded as ended:
+            if ended.status == -signal.SIGPROF:
+                limit = f"{self._time_limit_s:g} s of CPU time"
+                raise MathTimeout(f"took more than {limit}, label {label!r}") from ended
+            raise RuntimeError(f"the math worker ended with status {ended.status}, label {label!r}") from ended
         if "error" in result:
             raise ValueError(result["error"])
         return result["reward"]
-
-    def _start_worker(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "miles.rewards.math_worker", str(self._time_limit_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-
-    def close(self) -> None:
-        """End the workers. Without it they end by themselves once this process is gone: their input closes."""
-        self.threads.shutdown()
-        for worker in self._workers.values():
-            worker.communicate()
-        self._workers.clear()

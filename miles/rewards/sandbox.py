@@ -166,11 +166,11 @@ def check_sandbox() -> None:
         leaks = run_program(_PROBE, "", SPARE_OUTPUT, time.monotonic() + WALL_S)
     except SandboxError as error:
         raise ValueError(
-            f"the reward code runs programs in a sandbox, and that can't be had here ({error}); it needs Linux 5.13 or "
-            "later on x86-64, with Landlock and seccomp"
+            f"this reward runs what the model wrote in a sandbox, and that can't be had here ({error}); it needs "
+            "Linux 5.13 or later on x86-64, with Landlock and seccomp"
         ) from error
     if leaks != "done\n":
-        raise ValueError(f"the sandbox of the reward code does not hold here: it let through {leaks!r}")
+        raise ValueError(f"the sandbox of the rewards does not hold here: it let through {leaks!r}")
 
 
 def _threads(pid: int) -> int:

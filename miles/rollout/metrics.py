@@ -9,16 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miles.rollout.generate_hub.tool_calls import tool_metrics
+from miles.rollout.pass_at_k import mean_pass_at_k
 from miles.training.advantages import counted_rewards
 from miles.utils.types import Sample
 
 
-def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float] | None) -> dict[str, float]:
+def rollout_metrics(
+    samples: Sequence[Sample], rewards: Sequence[float] | None, raw: Sequence[float | None] | None = None
+) -> dict[str, float]:
     """The metrics `rollout/*` of `miles.tracking.metrics`.
 
     Args:
         samples: all samples of the rollout.
         rewards: the normalised reward of each, or None where nothing is rewarded: there are no reward metrics then.
+        raw: the reward of each before that, None where it has none that counts. Unset: the samples' own.
     """
     if not samples:
         raise ValueError("a rollout without samples has no metrics")
@@ -29,28 +34,56 @@ def rollout_metrics(samples: Sequence[Sample], rewards: Sequence[float] | None) 
         "rollout/removed_ratio": float(np.mean([sample.remove_sample for sample in samples])),
     }
     if rewards is not None:
-        metrics |= _rewards(samples, rewards)
+        metrics |= _rewards(samples, rewards, counted_rewards(samples) if raw is None else raw)
     scored = [sample for sample in samples if sample.rollout_log_probs is not None]
     if log_probs := [value for sample in scored for value in _trained(sample, sample.rollout_log_probs)]:
         metrics["rollout/rollout_log_probs"] = float(np.mean(log_probs))
     metrics |= _teacher(samples)
+    metrics |= tool_metrics(samples)
     if any(sample.weight_versions for sample in samples):
         mixed = [len(set(sample.weight_versions)) > 1 for sample in samples]
         metrics["rollout/weight_version/mixed_version_ratio"] = float(np.mean(mixed))
     return metrics
 
 
-def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """The metrics `eval/<name>*` of `miles.tracking.metrics` for one evaluation set."""
+def eval_metrics(name: str, samples: Sequence[Sample], *, pass_rates: bool = False) -> dict[str, float]:
+    """The metrics `eval/<name>*` of `miles.tracking.metrics` for one evaluation set.
+
+    Args:
+        name: of the set.
+        samples: all of it, finished.
+        pass_rates: also pass@k, of the samples that share a group_index.
+    """
     if not samples:
         raise ValueError(f"evaluation {name!r} has no samples")
-    rewards = [sample.reward for sample in samples]
-    return {
+    chosen = _one_a_trajectory(samples)
+    rewards = [sample.reward for sample in chosen]
+    metrics = {
         f"eval/{name}": _mean(rewards),
         f"eval/{name}-none_reward_ratio": _none_ratio(rewards),
         f"eval/{name}-truncated_ratio": _truncated_ratio(samples),
+        f"eval/{name}-failed_ratio": float(np.mean([sample.status is Sample.Status.FAILED for sample in samples])),
         **_response_lengths(f"eval/{name}/response_len", samples),
     }
+    if pass_rates:
+        groups = defaultdict(list)
+        for place, sample in enumerate(chosen):
+            groups[place if sample.group_index is None else (sample.group_index,)].append(sample.reward)
+        metrics |= {f"eval/{name}-pass@{k}": rate for k, rate in mean_pass_at_k(list(groups.values())).items()}
+    return metrics
+
+
+def _one_a_trajectory(samples: Sequence[Sample]) -> list[Sample]:
+    """A piece of each trajectory, whose reward speaks for all: one that has a reward, if any has.
+
+    A user's own evaluation may leave samples without an index, or group: each is a trajectory, or group, of its own.
+    """
+    chosen: dict[tuple, Sample] = {}
+    for place, sample in enumerate(samples):
+        key = (sample.group_index, sample.trajectory, place if sample.trajectory is None else None)
+        if key not in chosen or chosen[key].reward is None:
+            chosen[key] = sample
+    return list(chosen.values())
 
 
 def _trained(sample: Sample, values: Sequence[float]) -> Sequence[float]:
@@ -60,8 +93,7 @@ def _trained(sample: Sample, values: Sequence[float]) -> Sequence[float]:
     return [value for value, mask in zip(values, sample.loss_mask, strict=True) if mask]
 
 
-def _rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
-    counted = counted_rewards(samples)
+def _rewards(samples: Sequence[Sample], rewards: Sequence[float], counted: Sequence[float | None]) -> dict[str, float]:
     chosen: dict[int, int] = {}
     for place, sample in enumerate(samples):
         # Pieces of a trajectory have one reward, but for those that are removed: one that counts speaks for all.

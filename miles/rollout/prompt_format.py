@@ -9,6 +9,7 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from miles.config import RunConfig
+from miles.rollout.generate_hub.tool_calls import specs_of_path
 from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
 from miles.utils.types import Sample
 
@@ -26,6 +27,9 @@ class PromptFormat:
         apply_chat_template: render chat messages (a string counts as one user message) and open the answer.
         chat_template: a Jinja template in place of the tokenizer's.
         chat_template_kwargs: handed to the template, such as {"enable_thinking": False}.
+        keep_messages: keep the messages of a rendered prompt in the sample's metadata, under "messages", for agents,
+            who send them themselves.
+        tools: offered to the model by the chat template where a row has none of its own.
     """
 
     input_key: str = "input"
@@ -35,6 +39,8 @@ class PromptFormat:
     apply_chat_template: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    keep_messages: bool = False
+    tools: list[dict[str, Any]] | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig, *, input_key: str, label_key: str | None) -> Self:
@@ -48,6 +54,8 @@ class PromptFormat:
             apply_chat_template=config.apply_chat_template,
             chat_template=None if path is None else Path(path).read_text(encoding="utf-8"),
             chat_template_kwargs=config.apply_chat_template_kwargs,
+            keep_messages=config.custom_agent_function_path is not None,
+            tools=specs_of_path(config),
         )
 
     @property
@@ -68,6 +76,11 @@ class PromptFormat:
         ignored = [key for key in self.chat_template_kwargs if key not in template]
         if ignored:
             raise ValueError(f"--apply-chat-template-kwargs: the chat template has no {', '.join(ignored)}; drop it")
+        if self.tools is not None and "tools" not in tokenizer.get_chat_template(self.chat_template, self.tools):
+            raise ValueError(
+                "--generate-tool-specs-path: the chat template does not show tools to the model; give another by "
+                "--chat-template-path"
+            )
 
     def sample(self, row: dict[str, Any], tokenizer: Any) -> Sample:
         """The sample of a row, without tokens.
@@ -83,7 +96,13 @@ class PromptFormat:
                 raise BadRow(f"'tools' stands in {self.metadata_key!r} and in {self.tool_key!r} (--tool-key)")
             metadata["tools"] = tools
         if self.apply_chat_template:
-            prompt = self._render(prompt, tools, tokenizer)
+            if self.keep_messages:
+                if "messages" in metadata:
+                    raise BadRow(
+                        f"'messages' stands in {self.metadata_key!r}, where an agent's prompt is kept; rename it"
+                    )
+                metadata["messages"] = prompt
+            prompt = self._render(prompt, self.tools if tools is None else tools, tokenizer)
         return Sample(prompt=prompt, label=label, metadata=metadata)
 
     def _prompt(self, row: dict[str, Any]) -> str | list[dict[str, Any]]:
@@ -157,7 +176,23 @@ def _metadata(row: dict[str, Any], key: str) -> dict[str, Any]:
         return {}
     if not isinstance(metadata, dict):
         raise BadRow(f"{key!r} (--metadata-key) is {_shown(metadata)}; an object is allowed")
-    return plain(metadata)
+    metadata = plain(metadata)
+    _check_json(metadata, key)
+    return metadata
+
+
+def _check_json(value: Any, key: str) -> None:
+    """What a parquet file can hold and JSON, through which metadata travels into checkpoints, cannot is a bad row."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise BadRow(f"{key!r} (--metadata-key) has the key {_shown(name)}; keys are strings")
+            _check_json(item, key)
+    elif isinstance(value, list):
+        for item in value:
+            _check_json(item, key)
+    elif not isinstance(value, str | int | float | None):
+        raise BadRow(f"{key!r} (--metadata-key) holds {_shown(value)}; write it as a string or a number")
 
 
 def _check_unicode(text: str, key: str) -> None:

@@ -1,16 +1,24 @@
-"""Which server takes the next request, and how many it has in flight."""
+"""Which server takes the next request, and how many samples it has in flight."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from miles.backends.sglang_utils.client import SGLangClient
 
+SHUN_SECONDS = 3.0
+
+
+class NoServerLeft(RuntimeError):
+    """All servers have died; the message says of what."""
+
 
 class Slots:
-    """Shares out servers, the least loaded first, at most `limit` samples each.
+    """Shares out servers, the least loaded first, at most `limit` samples each; requests are served in order.
 
-    A request larger than the limit waits for an idle server and has it alone.
+    A request larger than the limit waits for an idle server and has it alone. A server that fails its requests at once
+    would always be the least loaded: `shun` keeps it from more while there are others, but for one every 3 seconds.
 
     Args:
         clients: one a server.
@@ -18,28 +26,82 @@ class Slots:
     """
 
     def __init__(self, clients: Sequence[SGLangClient], limit: int) -> None:
-        self._clients = clients
         self._limit = limit
-        self._load = [0] * len(clients)
-        self._changed = asyncio.Condition()
+        self._load = dict.fromkeys(clients, 0)
+        self._waiting: deque[tuple[int, Collection[SGLangClient], asyncio.Future[SGLangClient]]] = deque()
+        self._shunned: dict[SGLangClient, float] = {}  # until when
+        self._epitaph = ""
+
+    def __contains__(self, client: SGLangClient) -> bool:
+        return client in self._load
 
     @asynccontextmanager
-    async def take(self, count: int) -> AsyncIterator[SGLangClient]:
-        """A server for `count` samples, once one has room for them."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._fits(count))
-            server = self._least_loaded()
-            self._load[server] += count
+    async def take(self, count: int, avoid: Collection[SGLangClient] = ()) -> AsyncIterator[SGLangClient]:
+        """A server for `count` samples, once one has room for them: none of `avoid` if there is another.
+
+        Raises:
+            NoServerLeft: all have been removed.
+        """
+        client = await self._acquire(count, avoid)
         try:
-            yield self._clients[server]
+            yield client
         finally:
-            self._load[server] -= count
-            async with self._changed:
-                self._changed.notify_all()
+            self._give_back(client, count)
 
-    def _least_loaded(self) -> int:
-        return min(range(len(self._load)), key=self._load.__getitem__)
+    def others(self, avoid: Collection[SGLangClient]) -> bool:
+        """Whether there are servers besides those of `avoid`."""
+        return any(client not in avoid for client in self._load)
 
-    def _fits(self, count: int) -> bool:
-        load = self._load[self._least_loaded()]
-        return load == 0 or load + count <= self._limit
+    def shun(self, client: SGLangClient) -> None:
+        """It failed a request: send others elsewhere until `trust`."""
+        self._shunned[client] = asyncio.get_running_loop().time() + SHUN_SECONDS
+
+    def trust(self, client: SGLangClient) -> None:
+        """It answered a request."""
+        self._shunned.pop(client, None)
+
+    def remove(self, client: SGLangClient, reason: str) -> None:
+        """Give `client` no more requests. `reason` is the message of NoServerLeft if it was the last one."""
+        del self._load[client]
+        self._epitaph = reason
+        self._serve()
+
+    async def _acquire(self, count: int, avoid: Collection[SGLangClient]) -> SGLangClient:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, avoid, future))
+        self._serve()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result(), count)
+            self._serve()  # those behind it may fit
+            raise
+
+    def _give_back(self, client: SGLangClient, count: int) -> None:
+        if client in self._load:
+            self._load[client] -= count
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting:
+            count, avoid, future = self._waiting[0]
+            if not future.done():
+                if not self._load:
+                    future.set_exception(NoServerLeft(self._epitaph))
+                else:
+                    client = self._choose(avoid)
+                    if self._load[client] and self._load[client] + count > self._limit:
+                        return
+                    self._load[client] += count
+                    if client in self._shunned:
+                        self.shun(client)  # let this one try it
+                    future.set_result(client)
+            self._waiting.popleft()
+
+    def _choose(self, avoid: Collection[SGLangClient]) -> SGLangClient:
+        allowed = [client for client in self._load if client not in avoid] or list(self._load)
+        if self._shunned:
+            now = asyncio.get_running_loop().time()
+            allowed = [client for client in allowed if self._shunned.get(client, now) <= now] or allowed
+        return min(allowed, key=self._load.__getitem__)

@@ -15,7 +15,8 @@ from miles.config import RunConfig
 logger = logging.getLogger(__name__)
 
 # What the step line shows, where it is known. The times are also the phases of `Report.timer` and the rows of the
-# closing table's last line: none may be a part of another.
+# closing table's last line: none may be a part of another. Where training waits for batches that are generated
+# meanwhile, the wait is shown in place of the generation.
 NUMBERS = {
     "reward": "rollout/raw_reward",
     "len": "rollout/response_len/mean",
@@ -25,6 +26,7 @@ NUMBERS = {
 }
 TIMES = {
     "generate": "perf/rollout_time",
+    "wait": "perf/train_wait_time",
     "off": "perf/offload_rollout_time",
     "wake": "perf/wake_up_time",
     "train": "perf/train_time",
@@ -36,7 +38,7 @@ TIMES = {
 }
 # These move memory: their bytes and speed stand under the same name with another ending.
 MOVES = ("off", "wake", "sleep", "on", "sync")
-EVAL_DETAILS = ("-before_train", "-none_reward_ratio", "-truncated_ratio")
+EVAL_DETAILS = ("-before_train", "-none_reward_ratio", "-truncated_ratio", "-failed_ratio")
 
 
 class Report:
@@ -55,7 +57,9 @@ class Report:
         self.config = config
         self.path = Path(config.run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_from(self.path, start_rollout_id)
+        # An evaluation alone writes no step anew: it replaces nothing.
+        replaced = None if config.num_rollout == 0 else start_rollout_id
+        _drop_from(self.path, math.inf if replaced is None else replaced)
         self._first = self._next = start_rollout_id
         self._initial: dict[str, float] = {}
         self._measured: dict[str, float] = {}
@@ -65,7 +69,7 @@ class Report:
             # It imports torch, which takes seconds: only for those who use it.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start_rollout_id)
+            self._tensorboard = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=replaced)
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -78,23 +82,36 @@ class Report:
     async def evaluate_before_training(self, rollout: Any) -> None:
         """Evaluates and prints, if evaluation is on and the run is new. The first step's time counts from here.
 
-        The metrics are written with the first step, under names that end in `-before_train` if it has its own.
+        The metrics are written with the first step, under names that end in `-before_train` if it has its own. With
+        --num-rollout 0 they are all of the run, and are written as those of the step whose weights it has.
 
         Args:
             rollout: client of the RolloutManager.
         """
-        if self.config.eval_interval is not None and not self.config.skip_eval_before_train and self._first == 0:
-            self._initial = await rollout.evaluate(0)
+        if self.config.num_rollout == 0:
+            await self._evaluate_only(rollout)
+        elif self.config.eval_interval is not None and not self.config.skip_eval_before_train and self._first == 0:
+            self._initial = await rollout.evaluate(0, True)
             print(f"before training{_evaluations(self._initial)}", flush=True)
         self._started = self._last = time.monotonic()
 
-    async def evaluate_if_due(self, rollout: Any, rollout_id: int) -> None:
-        """Evaluates after every `eval_interval` steps and after the last; the metrics go into the next report."""
+    async def _evaluate_only(self, rollout: Any) -> None:
+        start, step = time.monotonic(), max(self._first - 1, 0)
+        metrics = await rollout.evaluate(step, False)
+        print(f"evaluation{_evaluations(metrics)}", flush=True)
+        seconds = time.monotonic() - start
+        self._write(step, {**metrics, "perf/eval_time": seconds, "perf/step_time": seconds})
+
+    def evaluation_is_due(self, rollout_id: int) -> bool:
+        """Whether an evaluation follows `rollout_id`: after every `eval_interval` of them, and after the last."""
         interval = self.config.eval_interval
-        if interval is None or ((rollout_id + 1) % interval and rollout_id + 1 < self.config.num_rollout):
-            return
-        with self.timer("eval"):
-            self._measured |= await rollout.evaluate(rollout_id)
+        return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.config.num_rollout)
+
+    async def evaluate_if_due(self, rollout: Any, rollout_id: int) -> None:
+        """Evaluates after `rollout_id` if it is due; the metrics go into the next report."""
+        if self.evaluation_is_due(rollout_id):
+            with self.timer("eval"):
+                self._measured |= await rollout.evaluate(rollout_id, False)
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Writes and prints one step: `metrics`, what was measured here, and `perf/step_time`, the seconds it all took.
@@ -113,19 +130,21 @@ class Report:
         for name, value in self._initial.items():
             values[f"{name}-before_train" if name in values else name] = float(value)
         self._initial = {}
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        if bad:
-            logger.warning("step %d: not finite: %s", rollout_id, ", ".join(f"{name} = {values[name]}" for name in bad))
-        written = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": rollout_id, "wall_time": time.time(), **written}, allow_nan=False) + "\n")
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, rollout_id)
-            self._tensorboard.flush()
-
+        self._write(rollout_id, values)
         left = (now - self._started) / (self._next - self._first) * (self.config.num_rollout - self._next)
         print(f"{line} | {seconds:.1f}s/step  eta {duration(left)}", flush=True)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            logger.warning("step %d: not finite: %s", step, ", ".join(f"{name} = {values[name]}" for name in bad))
+        written = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "wall_time": time.time(), **written}, allow_nan=False) + "\n")
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
 
     def summary(self) -> str:
         """Ends the report: prints and returns the closing table of the whole run, and closes TensorBoard's files."""
@@ -165,7 +184,7 @@ def summarise(steps: list[dict]) -> str:
     names = dict.fromkeys(name for step in steps for name in step if _is_evaluation(name))
     rows = {"reward": NUMBERS["reward"], **{name: name for name in names}}
     width = max(12, *map(len, rows))
-    lines = [f"{f'{len(steps)} steps':<{width}}{'first':>9}{'last':>9}{'best':>9}"]
+    lines = [f"{f'{len(steps)} step' + 's' * (len(steps) != 1):<{width}}{'first':>9}{'last':>9}{'best':>9}"]
     for label, name in rows.items():
         points = [(step["step"], step[name]) for step in steps if step.get(name) is not None]
         if points:
@@ -173,7 +192,7 @@ def summarise(steps: list[dict]) -> str:
             numbers = "".join(f"{value:9.3f}" for value in (points[0][1], points[-1][1], best))
             lines.append(f"{label:<{width}}{numbers}  (best at step {best_step + 1}; {len(points)} values)")
     total = sum(step["perf/step_time"] for step in steps)
-    spent = {label: sum(step.get(name) or 0 for step in steps) for label, name in TIMES.items()}
+    spent = {label: sum(_times(step).get(label, 0) for step in steps) for label in TIMES}
     spent["other"] = total - sum(spent.values())
     shares = [f"{label} {duration(value)} ({value / total:.0%})" for label, value in spent.items() if value > 0]
     lines.append(f"time {duration(total)}: " + ", ".join(shares))
@@ -202,9 +221,17 @@ def duration(seconds: float) -> str:
 
 def _step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
     numbers = "".join(f"  {label} {number(metrics[name])}" for label, name in NUMBERS.items() if name in metrics)
-    times = " ".join(_time(label, metrics) for label, name in TIMES.items() if name in metrics)
+    times = " ".join(_time(label, metrics) for label in _times(metrics))
     line = f"step {rollout_id + 1}/{num_rollout}{numbers}{_evaluations(metrics)}"
     return f"{line}  | {times}" if times else line
+
+
+def _times(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """The seconds of each phase that are known, none of them twice."""
+    known = {label: metrics[name] for label, name in TIMES.items() if metrics.get(name) is not None}
+    if "wait" in known:
+        known.pop("generate", None)
+    return known
 
 
 def _time(label: str, metrics: Mapping[str, float]) -> str:
@@ -232,14 +259,14 @@ def _is_evaluation(name: str) -> bool:
     return name.startswith("eval/") and "/response_len/" not in name and not name.endswith(EVAL_DETAILS)
 
 
-def _drop_from(path: Path, start: int) -> None:
+def _drop_from(path: Path, start: float) -> None:
     """Keeps the lines of steps before `start`, so that no step is there twice."""
     if not path.exists():
         return
     steps = read_metrics(path)
     kept = [step for step in steps if step["step"] < start]
     if len(kept) < len(steps):
-        logger.warning("%s: %d lines of steps from %d on are dropped", path, len(steps) - len(kept), start)
+        logger.warning("%s: %d lines of steps from %s on are dropped", path, len(steps) - len(kept), start)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(step) + "\n" for step in kept), encoding="utf-8")
     os.replace(temporary, path)

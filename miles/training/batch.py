@@ -40,6 +40,8 @@ COLUMNS = {
         Column("sample_indices", np.int64, "sample", required=True),
         Column("group_indices", np.int64, "sample", required=True),
         Column("rollout_ids", np.int64, "sample", required=True),
+        # 1 where a token was written by older weights than those of the last sync; no column: nowhere.
+        Column("stale", np.int64, "sample"),
         Column("token_weights", np.float32, "sample"),
         Column("metric_weights", np.float32, "sample"),
     )

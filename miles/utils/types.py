@@ -1,8 +1,10 @@
 """The record that travels from the prompt file through generation and reward to the training batch."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass
@@ -12,13 +14,16 @@ class Sample:
     `tokens` holds the prompt's ids followed by the response's ids exactly as the engine saw and wrote them; before
     generation it holds the prompt only and `response_length` is 0. `loss_mask` and `rollout_log_probs` have one entry a
     response token, and so has `teacher_log_probs`, the log-probabilities under the teacher of on-policy distillation.
-    Samples of one prompt share `group_index`; `index` is unique in a run. Pieces of one trajectory (a compacted
-    context, sub-agents) are samples that share `rollout_id`, `group_index` and `reward`; they count once in every mean
-    and stay in one optimizer step.
+    `weight_versions` has the version of the weights of each call of an engine that wrote something, in order, and
+    `weight_version_lengths` how many response tokens each stands for: what it wrote, and before that what others (a
+    tool) added since the call before. What was added after the last call belongs to no version.
+    Samples of one prompt share `group_index`; `index` is unique in a run, but for pieces of one trajectory (a compacted
+    context, sub-agents): they share `index`, `rollout_id`, `group_index` and `reward`, count once in every mean and
+    stay in one optimizer step. `metadata` holds what JSON can.
     """
 
     class Status(StrEnum):
-        """How generation ended: by a stop, at the length limit, cut off by the engine, or by a failure of a tool."""
+        """How generation ended: by a stop, at the length limit, cut off by Miles (it can go on), or by a failure."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -37,11 +42,62 @@ class Sample:
     reward: float | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
+    weight_version_lengths: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The sample that `to_dict` wrote; what is missing has its default.
+
+        Raises:
+            ValueError: it is no dict with these names, or the status is unknown.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"a sample is a dict, not {values!r:.100}")
+        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls)}):
+            raise ValueError(f"a sample has no {', '.join(map(repr, unknown))}: it was written by another version")
+        sample = cls(**values)
+        sample.status = cls.Status(sample.status)
+        return sample
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, the status as its value; lists and metadata are shared with the sample, not copied.
+
+        JSON keeps all of it exactly if `metadata` holds only what JSON has: it refuses most other things, makes lists
+        of tuples and text of keys.
+        """
+        return vars(self) | {"status": self.status.value}
+
+    def reset_for_retry(self) -> None:
+        """Back to the prompt: nothing generated, no reward. `metadata` stays as it is."""
+        self.tokens = self.tokens[: self.prompt_length]
+        fresh = Sample()
+        for name in _OF_THE_RESPONSE:
+            setattr(self, name, getattr(fresh, name))
+
+    def append_context(self, ids: Sequence[int]) -> None:
+        """Add tokens behind the response that no model wrote, such as a tool's result: mask 0, log-probability 0."""
+        length = self.response_length
+        self.tokens = [*self.tokens, *ids]
+        self.loss_mask = ([1] * length if self.loss_mask is None else self.loss_mask) + [0] * len(ids)
+        self.rollout_log_probs = (self.rollout_log_probs or [0.0] * length) + [0.0] * len(ids)
+        self.response_length += len(ids)
+
+    def trained_token_versions(self) -> list[str | None]:
+        """For each response token the version of the weights that wrote it; None where `loss_mask` is 0."""
+        versions = [
+            version
+            for version, length in zip(self.weight_versions, self.weight_version_lengths, strict=True)
+            for _ in range(length)
+        ]
+        versions += [None] * (self.response_length - len(versions))
+        if self.loss_mask is None:
+            return versions
+        return [version if mask else None for version, mask in zip(versions, self.loss_mask, strict=True)]
 
     @property
     def trajectory(self) -> int | None:
@@ -52,6 +108,11 @@ class Sample:
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
         return len(self.tokens) - self.response_length
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The lowest of `weight_versions`, of those that are numbers (Miles counts its weight syncs); None if none."""
+        return min((int(version) for version in self.weight_versions if version.isdecimal()), default=None)
 
     def validate(self) -> None:
         """Raise ValueError if the lengths of the sample's parts contradict each other."""
@@ -64,3 +125,23 @@ class Sample:
                 raise ValueError(
                     f"{name}: {part} has {len(values)} entries for a response of {self.response_length} tokens"
                 )
+        lengths = self.weight_version_lengths
+        if lengths and (len(lengths) != len(self.weight_versions) or sum(lengths) > self.response_length):
+            raise ValueError(
+                f"{name}: weight_version_lengths {lengths} does not fit {len(self.weight_versions)} weight_versions "
+                f"and a response of {self.response_length} tokens"
+            )
+
+
+_OF_THE_RESPONSE = (
+    "response",
+    "response_length",
+    "reward",
+    "loss_mask",
+    "weight_versions",
+    "weight_version_lengths",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "remove_sample",
+    "status",
+)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from miles.ray import placement_group
-from miles.ray.rollout.rollout_manager import RolloutResult
+from miles.ray.rollout.training_data import RolloutResult
 from miles.residency import filesystem
 from miles.utils.arguments import parse_args
 
@@ -27,14 +27,21 @@ class Service:
         if verb.startswith("_"):
             raise AttributeError(verb)
 
-        async def call(*arguments):
+        def call(*arguments):
+            """Written down when it is made, as Ray sends a call that nobody awaits yet."""
             words = (" ".join(argument) if isinstance(argument, list) else str(argument) for argument in arguments)
             line = " ".join((self._name, verb, *(() if verb in ("connect", "train", "save") else words)))
             line += f" {arguments[0]}" if verb in ("train", "save") else ""
-            if len(self._calls) == self._fail_at:
-                raise OSError(line)
-            self._calls.append(line)
-            return self._answers.get(verb, {})
+            fails = len(self._calls) == self._fail_at
+            if not fails:
+                self._calls.append(line)
+
+            async def answer():
+                if fails:
+                    raise OSError(line)
+                return self._answers.get(verb, {})
+
+            return answer()
 
         return call
 
@@ -51,19 +58,22 @@ def driver(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = [
         *("--device", "cpu", "--actor-num-gpus-per-node", "4", "--hf-checkpoint", "model", "--label-key", "answer"),
-        *("--prompt-data", "prompts.jsonl", "--rm-type", "exact", "--num-rollout", "3", "--rollout-batch-size", "8"),
+        *("--prompt-data", "prompts.jsonl", "--rm-type", "exact", "--rollout-batch-size", "8"),
         *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "16", "--no-use-tensorboard"),
     ]
     folders = itertools.count()
 
-    async def run(flags="--colocate", calls=None, fail_at=None):
-        config = parse_args([*base, *flags.split(), "--run-dir", str(tmp_path / f"run {next(folders)}")])
+    async def run(flags="--colocate", calls=None, fail_at=None, rollouts=3, **more_answers):
+        length = ("--num-rollout", str(rollouts))
+        config = parse_args([*base, *length, *flags.split(), "--run-dir", str(tmp_path / f"run {next(folders)}")])
         calls = [] if calls is None else calls
         answers = {
             "generate": RolloutResult([], {}),
             "engine_urls": ["http://engine"],
             "start_rollout_id": 0,
             "resolved_config": config,
+            "load": 7,
+            **more_answers,
         }
         bundles = [None] * config.world_size if config.needs_trainer else []
         placement = SimpleNamespace(trainer=bundles, options=lambda bundle, share: {})

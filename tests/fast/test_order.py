@@ -10,7 +10,9 @@ import pytest
 
 from miles.ray.handover import Handover
 from miles.residency.state import ResidencyError
-from tests.fast.recording_driver import driver, steps_of
+from tests.fast.recording_driver import calls_of, driver, steps_of
+
+DISPOSE = "rollout dispose"
 
 
 @pytest.fixture
@@ -178,6 +180,37 @@ CASES["--colocate --debug-train-only --loss-type sft_loss"] = CASES["--loss-type
 )
 
 
+SPLIT_SET_UP = "trainer init, trainer start_rollout_id, rollout engine_urls, trainer connect, trainer update_weights 1"
+AHEAD = "--rollout-num-gpus 1 --one-step-ahead"
+ASYNC = "--rollout-num-gpus 1 --fully-async"
+CASES[AHEAD] = steps_of(
+    SPLIT_SET_UP,
+    "rollout generate 0, rollout generate 1, trainer train 0, trainer update_weights {version}",
+    "rollout generate 2, trainer train 1, trainer update_weights {version}",
+    "trainer train 2, trainer update_weights {version}",
+)
+CASES[f"{AHEAD} --update-weights-interval 2"] = steps_of(
+    SPLIT_SET_UP,
+    "rollout generate 0, rollout generate 1, trainer train 0",
+    "rollout generate 2, trainer train 1, trainer update_weights {version}",
+    "trainer train 2",
+)
+CASES[ASYNC] = three_steps(
+    SPLIT_SET_UP.replace("trainer update_weights 1", "rollout hold, trainer update_weights 1, rollout release"),
+    """
+    rollout generate {id}, trainer train {id}
+    rollout hold, trainer update_weights {version}, rollout release
+    """,
+)
+# Without a trainer nothing is overlapped with, and without engines nothing is to be overlapped.
+GENERATED_AHEAD = ("rollout generate 1", "rollout generate 2")
+CASES[f"{AHEAD} --debug-rollout-only"] = steps_of(
+    "", "rollout generate 0, rollout generate 1", "rollout generate 2", ""
+)
+CASES[f"{ASYNC} --debug-rollout-only"] = CASES["--colocate --debug-rollout-only"]
+CASES["--one-step-ahead --loss-type sft_loss"] = CASES["--loss-type sft_loss"]
+
+
 @pytest.mark.parametrize("flags", CASES)
 async def test_all_calls_of_a_run(drive, flags):
     assert await drive(flags) == CASES[flags]
@@ -196,7 +229,7 @@ async def test_saving_and_evaluation_find_their_side_awake(drive, tmp_path):
         calls[calls.index(before) : calls.index(before)] = more
 
     folder = tmp_path / "checkpoints"
-    insert("rollout generate 0", "rollout evaluate 0")
+    insert("rollout generate 0", "rollout evaluate 0 True")
     # After the second step and after the last: saved before the trainer sleeps, evaluated once the engines are back.
     for rollout_id, after in ((1, "rollout generate 2"), (2, "rollout dispose")):
         trained = calls.index(f"trainer train {rollout_id}") + 1
@@ -205,9 +238,66 @@ async def test_saving_and_evaluation_find_their_side_awake(drive, tmp_path):
             f"rollout save {folder / f'iter_{rollout_id:07d}'}",
             f"trainer export_hf {rollout_id}",
         ]
-        insert(after, f"rollout evaluate {rollout_id}")
+        insert(after, f"rollout evaluate {rollout_id} False")
     assert await drive(flags) == calls
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+async def test_what_is_saved_or_evaluated_is_synced_whatever_the_interval(drive, tmp_path):
+    (tmp_path / "held_out.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    flags = f"{AHEAD} --update-weights-interval 100 --save checkpoints --save-interval 2"
+    expected = list(CASES[f"{AHEAD} --update-weights-interval 2"])
+    saved = [
+        ["trainer save 1", f"rollout save {tmp_path / 'checkpoints/iter_0000001'}"],
+        ["trainer save 2", f"rollout save {tmp_path / 'checkpoints/iter_0000002'}"],
+    ]
+    expected[expected.index("trainer update_weights 2") : expected.index("trainer update_weights 2")] = saved[0]
+    expected[-1:-1] = [*saved[1], "trainer update_weights 3"]
+    assert await drive(flags) == expected
+
+    flags = f"{AHEAD} --update-weights-interval 100 --eval-prompt-data held_out held_out.jsonl --eval-interval 2"
+    expected = list(CASES[f"{AHEAD} --update-weights-interval 2"])
+    place = expected.index("rollout generate 0")
+    expected[place:place] = ["rollout evaluate 0 True"]
+    place = expected.index("trainer update_weights 2") + 1
+    expected[place:place] = ["rollout evaluate 1 False"]
+    expected[-1:-1] = ["trainer update_weights 3", "rollout evaluate 2 False"]
+    assert await drive(flags) == expected
+
+
+async def test_a_resumed_run_goes_on_with_prompts_and_versions(drive, tmp_path):
+    folder = tmp_path / "checkpoints" / "iter_0000001"
+    folder.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
+    calls = await drive("--rollout-num-gpus 1 --load checkpoints", start_rollout_id=2)
+    assert calls == [
+        *("rollout created", "rollout resolved_config", "trainer init", "trainer start_rollout_id"),
+        *(f"rollout load {folder}", "rollout engine_urls", "trainer connect", "trainer update_weights 8"),
+        *("rollout generate 2", "trainer train 2", "trainer update_weights 9", "rollout dispose"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "start", "step", "set_up"),
+    [
+        ("--rollout-num-gpus 1", 0, 0, SPLIT_SET_UP),
+        ("--rollout-num-gpus 1 --load checkpoints", 2, 1, SPLIT_SET_UP),
+        ("--colocate --debug-rollout-only", 0, 0, ""),
+        (ASYNC, 0, 0, CASES[ASYNC][2:9]),
+    ],
+)
+async def test_a_run_that_only_evaluates(drive, tmp_path, capsys, flags, start, step, set_up):
+    """Once, with the weights that are there, on a first run and on a resumed one, with or without a trainer."""
+    (tmp_path / "held_out.jsonl").touch()
+    (tmp_path / "checkpoints" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
+    flags += " --eval-prompt-data held_out held_out.jsonl"
+    calls = await drive(flags, rollouts=0, start_rollout_id=start, evaluate={"eval/held_out": 0.25})
+    set_up = calls_of(set_up) if isinstance(set_up, str) else set_up
+    assert calls == ["rollout created", "rollout resolved_config", *set_up, f"rollout evaluate {step} False", DISPOSE]
+    printed = capsys.readouterr().out
+    assert printed.startswith("evaluation  eval/held_out 0.25\n1 step ") and "eval/held_out    0.250" in printed
 
 
 @pytest.mark.parametrize(

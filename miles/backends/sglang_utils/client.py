@@ -6,10 +6,14 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
+import orjson
 
 BODY_CHARS_IN_ERROR = 500
 BACKOFF_SECONDS = 0.5
 CONTROL_TIMEOUT_SECONDS = 300.0
+# SGLang closes a connection that has been idle for 5 seconds: a request must not meet the end of it.
+KEEP_ALIVE_SECONDS = 2.0
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class SGLangError(RuntimeError):
@@ -19,6 +23,11 @@ class SGLangError(RuntimeError):
         self.url, self.status, self.body, self.attempts = url, status, body[:BODY_CHARS_IN_ERROR], attempts
         answer = "no answer" if status is None else f"HTTP {status}"
         super().__init__(f"{url}: {answer} after {attempts} attempt{'s' * (attempts > 1)}: {self.body}")
+
+    @property
+    def refused(self) -> bool:
+        """The request itself is wrong: sending it again is of no use."""
+        return self.status is not None and 400 <= self.status < 500
 
     def __reduce__(self) -> tuple:
         """How Ray carries it to the driver: an exception is rebuilt from its message otherwise."""
@@ -33,8 +42,9 @@ class SGLangClient:
 
     Args:
         request_timeout: seconds that one generate request may take, over which it fails without a retry.
-        retries: further attempts of a generate request after a lost connection or a 5xx answer, 0.5, 1, 2, ... seconds
-            apart. Control calls are sent once: repeating one that half happened is the caller's decision.
+        retries: further attempts of a `score` request after a lost connection or a 5xx answer, 0.5, 1, 2, ... seconds
+            apart. All else is sent once: `EnginePool` sends what generates to another engine, and repeating a control
+            call that half happened is the caller's decision.
     """
 
     def __init__(self, url: str, *, request_timeout: float = 1800.0, retries: int = 3) -> None:
@@ -66,7 +76,7 @@ class SGLangClient:
         """
         assert len(input_ids) == len(sampling_params)
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        return await self._generate(body)
+        return await self._generate(body, retries=0)
 
     async def score(self, input_ids: list[list[int]], start: list[int]) -> list[dict]:
         """Look at each sequence of `input_ids` from token `start` on, and generate nothing; answers as `generate`'s.
@@ -78,14 +88,14 @@ class SGLangClient:
         assert len(input_ids) == len(start)
         sampling_params = {"max_new_tokens": 0}
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        return await self._generate(body | {"logprob_start_len": start})
+        return await self._generate(body | {"logprob_start_len": start}, retries=self._retries)
 
-    async def _generate(self, body: dict) -> list[dict]:
-        replies = await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=self._retries)
+    async def _generate(self, body: dict, retries: int) -> list[dict]:
+        replies = await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=retries)
         asked = len(body["input_ids"])
         if not isinstance(replies, list) or len(replies) != asked:
-            got = len(replies) if isinstance(replies, list) else repr(replies)[:BODY_CHARS_IN_ERROR]
-            raise RuntimeError(f"{self.url}/generate: asked for {asked} samples, got {got}")
+            got = f"{len(replies)} samples" if isinstance(replies, list) else repr(replies)
+            raise SGLangError(self.url + "/generate", 200, f"asked for {asked} samples, got {got}", 1)
         return replies
 
     async def detokenize(self, ids: list[list[int]]) -> list[str]:
@@ -250,16 +260,20 @@ class SGLangClient:
     async def _call(self, method: str, path: str, body: dict | None, *, timeout: float, retries: int) -> object:
         """The decoded answer: JSON where the server says so, else text. Anything but 2xx raises `SGLangError`."""
         url = self.url + path
+        content, headers = (None, None) if body is None else (orjson.dumps(body), JSON_HEADERS)
         for attempt in range(1, retries + 2):
             try:
                 async with self._open_session().request(
-                    method, url, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+                    method, url, data=content, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout)
                 ) as response:
-                    text = await response.text()
+                    answer = await response.read()
+                    if response.ok and response.content_type == "application/json":
+                        return orjson.loads(answer)
+                    text = answer.decode(errors="replace")
                     if response.ok:
-                        return await response.json() if response.content_type == "application/json" else text
+                        return text
                     failure = SGLangError(url, response.status, text, attempt)
-                    if response.status < 500:
+                    if failure.refused:
                         raise failure
             except TimeoutError as error:
                 raise SGLangError(url, None, f"nothing within {timeout:g} s (timeout)", attempt) from error
@@ -272,7 +286,8 @@ class SGLangClient:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # limit=0 lifts aiohttp's cap of 100 connections.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
             self._loop = asyncio.get_running_loop()
         assert self._loop is asyncio.get_running_loop(), "the session belongs to another event loop: close() it there"
         return self._session

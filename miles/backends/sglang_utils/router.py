@@ -21,8 +21,13 @@ POLL_SECONDS = 0.2
 class RouterClient(SGLangClient):
     """Talks to the router at `url`."""
 
-    async def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, object]]) -> list[dict]:
-        """Continue each prompt, as an engine would; by one request a prompt, since the router takes no more in one."""
+    async def generate(
+        self, input_ids: list[list[int]], sampling_params: list[dict[str, object]]
+    ) -> list[dict | SGLangError]:
+        """Continue each prompt, as an engine would; by one request a prompt, since the router takes no more in one.
+
+        The place of a prompt whose request failed has its error.
+        """
         assert len(input_ids) == len(sampling_params)
         requests = [
             asyncio.create_task(self._generate_one(ids, parameters))
@@ -34,9 +39,12 @@ class RouterClient(SGLangClient):
             for request in requests:
                 request.cancel()
 
-    async def _generate_one(self, input_ids: list[int], sampling_params: dict[str, object]) -> dict:
+    async def _generate_one(self, input_ids: list[int], sampling_params: dict[str, object]) -> dict | SGLangError:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
-        return await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=self._retries)
+        try:
+            return await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=0)
+        except SGLangError as error:
+            return error
 
     async def workers(self) -> dict[str, dict]:
         """The router's engines by URL; of each its `id` and whether it `is_healthy`."""

@@ -1,77 +1,76 @@
 """RolloutManager: the Ray actor between prompts and training batches."""
 
 import asyncio
-import json
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
-from miles.backends.sglang_utils.router import RouterClient
 from miles.config import RunConfig
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
+from miles.ray.rollout.engines import Engines
+from miles.ray.rollout.rollout_state import read_state, write_state
+from miles.ray.rollout.run_length import with_num_rollout
+from miles.ray.rollout.training_data import RolloutResult, training_data
 from miles.residency.plan import Region
 from miles.residency.policy import policy_of
-from miles.rewards import check_errors, compute_rewards, has_reward, load_reward
-from miles.rollout.data_source import RolloutDataSource
-from miles.rollout.evaluate import EvaluationSets
-from miles.rollout.generate import GroupGenerator, Sampling
-from miles.rollout.metrics import eval_metrics, rollout_metrics
-from miles.rollout.progress import Progress
+from miles.rewards import load_reward
+from miles.rollout import sessions
+from miles.rollout.collector import Collected, Collector
+from miles.rollout.data_source import load_data_source, take_groups
+from miles.rollout.engine_pool import EnginePool
+from miles.rollout.evaluate import Evaluator, evaluation_metrics
+from miles.rollout.group_runner import GroupRunner
+from miles.rollout.hooks import Hooks, filter_samples, load_hooks, log_eval, run_eval, run_rollout, show_all_samples
+from miles.rollout.sample_io import load_samples, save_samples
 from miles.rollout.sft_rollout import sft_samples
 from miles.rollout.teacher import Teacher
-from miles.training.advantages import counted_rewards, shape_rewards
-from miles.training.batch import TrainBatch
-from miles.training.schedule import plan_for, shard
+from miles.utils.garbage import collect_rarely
 from miles.utils.types import Sample
 
-DATA_STATE_FILE = "data_source.json"
-
-
-@dataclass(frozen=True)
-class RolloutResult:
-    """One rollout: a reference to the `TrainShard` of each data-parallel rank, and the metrics."""
-
-    shards: list[ray.ObjectRef]
-    metrics: dict[str, float]
+Groups = Sequence[Sequence[Sample]]
 
 
 class RolloutManager:
     """Reads prompts, has the engines answer them, scores the answers and cuts them into shards for the trainer.
 
-    An asyncio actor. The constructor reads tokenizer, prompts and reward, so that bad input is refused before an engine
-    starts; `start()` asks the teacher of --opd-type sglang whether it can be used, and starts the engines.
+    An asyncio actor. The constructor reads tokenizer, prompts, reward and the user's functions, so that bad input is
+    refused before an engine starts; `start()` asks the teacher of --opd-type sglang whether it can be used, and starts
+    the engines.
 
     Args:
         config: the run's configuration.
         engines: handles of `SGLangEngine` or `ExternalEngine` actors, not started; empty where the run needs none.
         router: handle of an `SGLangRouter` or `ExternalRouter` actor, not started: it chooses the engine of each
-            sample. Without one each group goes to the engine with the fewest samples in flight.
+            request. Without one each goes to the engine with the fewest samples in flight.
     """
 
     def __init__(self, config: RunConfig, engines: list[ActorHandle], router: ActorHandle | None = None) -> None:
         self._config = config
-        self._engines = engines
-        self._router = router
-        self._urls: list[str] = []
-        self._clients: list[SGLangClient] = []
-        self._router_client: RouterClient | None = None
+        self._engines = Engines(config, engines, router)
         policy = policy_of(config)
         self._movable = frozenset((Region.CUDA_GRAPH, *policy.levels) if policy.offload_rollout else ())
+        self._hooks = load_hooks(config)
         self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
-        self._data = RolloutDataSource(config, self._tokenizer)
-        self._evaluation_sets = EvaluationSets(config, self._tokenizer)
+        self._data = load_data_source(config, self._tokenizer)
+        self._evaluator = Evaluator(config, self._tokenizer, self._hooks)
         if config.needs_engines:
             load_reward(config)
         with_teacher = config.needs_engines and config.use_opd and config.opd_type == "sglang"
         self._teacher = Teacher(config, self._tokenizer) if with_teacher else None
-        self._generator: GroupGenerator | None = None
-        self._memory = RolloutMemory([], self._movable, self.check_engines)
+        self._memory = RolloutMemory([], self._movable, self._engines.check)
+        # Where there are engines, from the start on.
+        self._pool: EnginePool | None = None
+        self._collector: Collector | None = None
+        # When the last batch of --fully-async was taken, or its generation began.
+        self._taken: float | None = None
+        # One step ahead: the rollout that was begun last, and the state from before it.
+        self._before: tuple[int, dict[str, Any]] | None = None
 
     async def start(self) -> None:
         """Start all engines, then the router, and wait until they are healthy. If one fails, all that Miles started is
@@ -79,48 +78,33 @@ class RolloutManager:
 
         Where their memory may move, its size is asked for, too.
         """
-        config = self._config
+        config, engines = self._config, self._engines
         try:
             if self._teacher is not None:
                 await self._teacher.check(self._longest_sample())
-            self._urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
-            router_url = None if self._router is None else await self._router.start.remote(self._urls)
+            await engines.start()
         except Exception:
-            for part in self._parts():
-                ray.kill(part)  # others may still be starting; a server ends with its actor
+            engines.kill()
             if self._teacher is not None:
                 await self._teacher.close()
             raise
-        limits = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
-        self._clients = [SGLangClient(url, **limits) for url in self._urls]
-        if router_url is not None:
-            self._router_client = RouterClient(router_url, **limits)
-        if self._clients:
-            routed = self._router_client is not None
-            self._generator = GroupGenerator(
-                config,
-                [self._router_client] if routed else self._clients,
-                config.sglang_server_concurrency * (len(self._clients) if routed else 1),
-                self._tokenizer,
-                self.check_engines,
-            )
+        if config.needs_engines:
+            self._pool = engines.pool(self._tokenizer)
+            self._collector = Collector(config, self._data, self._pool, self._hooks, self._teacher)
         self._memory = RolloutMemory(
             [
                 EngineMemory(f"engine {rank} ({client.url})", client)
-                for rank, client in enumerate(self._clients[: config.num_colocated_engines])
+                for rank, client in enumerate(engines.clients[: config.num_colocated_engines])
             ],
             self._movable,
-            self.check_engines,
+            engines.check,
         )
         await self._memory.measure()
+        collect_rarely()
 
     async def engine_urls(self) -> list[str]:
         """URL of each engine's server, by engine rank."""
-        return self._urls
-
-    async def check_engines(self) -> None:
-        """Raise, with the tail of its log, if an engine or the router has died."""
-        await asyncio.gather(*(part.check.remote() for part in self._parts()))
+        return self._engines.urls
 
     async def resolved_config(self) -> RunConfig:
         """The configuration with `num_rollout` set, which `--num-epoch` leaves open until the prompts are counted.
@@ -128,67 +112,133 @@ class RolloutManager:
         Raises:
             ValueError: there is nothing to train in that many rollouts.
         """
-        config = self._config
-        if config.num_rollout is not None:
-            return config
-        prompts = config.num_epoch * len(self._data)
-        num_rollout = prompts // config.rollout_batch_size
-        if num_rollout == 0:
-            raise ValueError(
-                f"--num-epoch {config.num_epoch} of --prompt-data {' '.join(config.prompt_data)} is {prompts} "
-                f"prompts, fewer than one rollout takes: lower --rollout-batch-size {config.rollout_batch_size}, or "
-                "give --num-rollout instead"
-            )
-        if config.use_critic and config.num_critic_only_steps >= num_rollout:
-            raise ValueError(
-                f"--num-critic-only-steps {config.num_critic_only_steps} leaves none of the {num_rollout} rollouts of "
-                f"--num-epoch {config.num_epoch} to the actor; give at most {num_rollout - 1}"
-            )
-        return config.model_copy(update={"num_rollout": num_rollout})
+        return with_num_rollout(self._config, len(self._data))
 
     async def generate(self, rollout_id: int) -> RolloutResult:
-        """Make the training data of one rollout.
+        """Make the training data of one rollout; with --fully-async, take it from what is generated all the time.
 
         Raises:
             ResidencyError: engine memory is away, or released weights were not updated since.
         """
-        start = time.monotonic()
-        metrics = {}
+        config, start = self._config, time.monotonic()
+        if config.one_step_ahead:
+            # Before the first await: a save while this rollout is made keeps what was there before it.
+            self._before = (rollout_id, self._state())
         async with self._memory.in_use(f"rollout {rollout_id}"):
-            groups = self._data.get_samples(self._config.rollout_batch_size)
-            if self._generator is None:
-                sft_samples(groups, self._tokenizer)
-            else:
-                sampling = Sampling.for_rollout(self._config)
-                errors = await self._sample_and_reward(groups, sampling, f"Rollout {rollout_id}", self._teacher)
-                if has_reward(self._config):
-                    metrics["rollout/reward_error_ratio"] = errors / self._config.samples_per_rollout
+            version = await self._engines.version()
+            groups, metrics = await self._groups(rollout_id, version)
+        if self._taken is not None:
+            start, self._taken = self._taken, time.monotonic()
         seconds = time.monotonic() - start
+        metrics = {**metrics, "perf/rollout_time": seconds}
+        if self._pool is not None:
+            new_tokens = sum(sample.response_length for group in groups for sample in group)
+            metrics["perf/tokens_per_gpu_per_sec"] = new_tokens / seconds / config.rollout_num_gpus
+        return training_data(config, self._hooks, rollout_id, groups, version, metrics, seconds)
 
-        samples = [sample for group in groups for sample in group]
-        _check_complete(samples, self._config.samples_per_rollout)
-        rewards = self._training_rewards(samples)
-        metrics |= rollout_metrics(samples, rewards if has_reward(self._config) else None)
-        metrics["perf/rollout_time"] = seconds
-        if self._generator is not None:
-            new_tokens = sum(sample.response_length for sample in samples)
-            metrics["perf/tokens_per_gpu_per_sec"] = new_tokens / seconds / self._config.rollout_num_gpus
-        return RolloutResult(self._shards(TrainBatch.from_samples(samples, rewards)), metrics)
+    async def _groups(self, rollout_id: int, version: int | None) -> tuple[Groups, dict[str, float]]:
+        """The groups to be trained on, and what is known of how they were made.
 
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Sample and score every set of `--eval-prompt-data`; returns `eval/*` metrics.
+        Args:
+            version: of the engines' weights.
+        """
+        config, hooks = self._config, self._hooks
+        if config.load_debug_rollout_data is not None:
+            return await self._loaded(rollout_id, config.load_debug_rollout_data), {}
+        metrics: dict[str, float] = {}
+        if hooks.rollout is not None:
+            with nullcontext() if self._pool is None else self._pool.active():
+                output = await run_rollout(hooks, config, rollout_id, self._data)
+            groups, metrics = output.samples, dict(output.metrics)
+            show_all_samples(hooks, config, groups, self._data)
+        elif self._collector is None:
+            groups = take_groups(config, self._data, config.rollout_batch_size)
+            sft_samples(groups, self._tokenizer)
+        else:
+            collected = await self._collected(rollout_id, version)
+            show_all_samples(hooks, config, collected.all_groups, self._data)
+            groups, metrics = collected.groups, dict(collected.metrics)
+        filter_samples(hooks, config, groups)
+        await self._dump(rollout_id, groups, None)
+        return groups, metrics
+
+    async def _loaded(self, rollout_id: int, path: str) -> Groups:
+        config = self._config
+        groups = await asyncio.to_thread(load_samples, path, rollout_id, config.hf_checkpoint)
+        there = len({sample.trajectory for group in groups for sample in group})
+        if there != config.samples_per_rollout:
+            raise ValueError(
+                f"--load-debug-rollout-data {path}: rollout {rollout_id} has {there} samples in {len(groups)} groups, "
+                f"and --rollout-batch-size {config.rollout_batch_size} with --n-samples-per-prompt "
+                f"{config.n_samples_per_prompt} makes {config.samples_per_rollout}; give what the run had that saved it"
+            )
+        return groups
+
+    async def _collected(self, rollout_id: int, version: int | None) -> Collected:
+        if not self._config.fully_async:
+            return await self._collector.collect(rollout_id, version)
+        if self._taken is None:
+            # Not before the first weight sync: the weights of a checkpoint may be others.
+            self._taken = time.monotonic()
+            self._collector.start()
+        return await self._collector.take(rollout_id, version)
+
+    async def hold(self) -> None:
+        """Cut off all generation, and begin none, until `release`: new weights are about to come.
+
+        What was written is kept; with --partial-rollout it is gone on with, without it the samples begin anew.
+        """
+        await self._pool.hold()
+
+    async def release(self) -> None:
+        """Let generation go on, with the weights that have come."""
+        self._pool.release()
+
+    async def evaluate(self, rollout_id: int, before_training: bool) -> dict[str, float]:
+        """Sample and score every evaluation set; returns `eval/*` metrics.
+
+        Args:
+            rollout_id: the rollout whose weights the engines have.
+            before_training: they are those of the run's start instead.
 
         Raises:
             ResidencyError: engine memory is away, or released weights were not updated since.
         """
-        metrics = {}
+        config, hooks = self._config, self._hooks
         async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
-            for name, groups in self._evaluation_sets.groups().items():
-                sampling = Sampling.for_eval(self._config, name)
-                description = f"Evaluation {name} after rollout {rollout_id}"
-                await self._sample_and_reward(groups, sampling, description, evaluation=True)
-                metrics |= eval_metrics(name, [sample for group in groups for sample in group])
-        return metrics
+            if self._taken is not None:
+                self._collector.pause()
+            try:
+                if hooks.eval is None:
+                    output = await self._evaluator.run(rollout_id, self._evaluation_runner)
+                    metrics = dict(output.metrics)
+                else:
+                    with nullcontext() if self._pool is None else self._pool.active():
+                        output = await run_eval(hooks, config, rollout_id, self._data)
+                    metrics = evaluation_metrics(config, output.data) | dict(output.metrics)
+            finally:
+                if self._taken is not None:
+                    self._collector.resume()
+        for name, samples in output.data.items():
+            await self._dump(rollout_id, [samples], f"{name}-before_train" if before_training else name)
+        return {} if log_eval(hooks, config, rollout_id, output.data, metrics) else metrics
+
+    def _evaluation_runner(self, hooks: Hooks) -> GroupRunner:
+        # What generates looks for the limit where a rollout has it.
+        config = self._config.model_copy(update={"rollout_max_context_len": self._config.eval_max_context_len})
+        return GroupRunner(config, self._pool, hooks, evaluation=True)
+
+    async def _dump(self, rollout_id: int, groups: Groups, evaluation: str | None) -> None:
+        config = self._config
+        if config.save_debug_rollout_data is not None:
+            await asyncio.to_thread(
+                save_samples,
+                config.save_debug_rollout_data,
+                rollout_id,
+                groups,
+                evaluation=evaluation,
+                hf_checkpoint=config.hf_checkpoint,
+            )
 
     async def offload(self, tags: Sequence[str]) -> dict[str, float]:
         """Release engine memory: those of `tags` (cuda_graph, kv_cache, weights) that may leave; its contents are lost.
@@ -228,102 +278,51 @@ class RolloutManager:
         """`onload` of the weights; generating is refused until they have been updated."""
         return await self.onload([Region.WEIGHTS])
 
-    async def save(self, folder: Path) -> None:
-        """Write the position in the prompts into `folder`."""
-        (Path(folder) / DATA_STATE_FILE).write_text(json.dumps(self._data.state_dict()))
+    async def save(self, folder: Path, rollout_id: int, version: int) -> None:
+        """Write into `folder` where the prompts and the samples in flight are between `rollout_id` and the next.
 
-    async def load(self, folder: Path) -> None:
-        """Go to the position that `save` wrote into `folder`.
+        A rollout that was begun ahead doesn't count: whoever loads this makes it anew.
+
+        Args:
+            version: of the engines' weights.
+        """
+        begun_ahead = self._before is not None and self._before[0] == rollout_id + 1
+        state = self._before[1] if begun_ahead else self._state()
+        await asyncio.to_thread(write_state, folder, state, version)
+
+    async def load(self, folder: Path) -> int:
+        """Go on from what `save` wrote into `folder`; returns the version of the weights of then.
 
         Raises:
-            ValueError: the prompts are not those of the saved run.
+            ValueError: the prompts are not those of the saved run, or a file is broken.
         """
-        self._data.load_state_dict(json.loads((Path(folder) / DATA_STATE_FILE).read_text()))
+        state, version = read_state(folder)
+        self._data.load_state_dict(state["data"])
+        if self._collector is not None and state["collector"] is not None:
+            self._collector.load_state_dict(state["collector"])
+        return version
+
+    def _state(self) -> dict[str, Any]:
+        """Both at one moment: a prompt is either still to come, or the collector has it."""
+        collector = None if self._collector is None else self._collector.state_dict()
+        # A copy: a source of the user's may go on changing what it hands out.
+        return {"data": copy.deepcopy(self._data.state_dict()), "collector": collector}
 
     async def dispose(self) -> None:
-        """Close connections and end the servers that Miles started. A second call does nothing."""
-        for client in (*self._clients, self._router_client, self._teacher):
-            if client is not None:
-                await client.close()
-        await asyncio.gather(*(part.shutdown.remote() for part in self._parts()))
-
-    def _parts(self) -> list[ActorHandle]:
-        return self._engines if self._router is None else [*self._engines, self._router]
+        """Stop generating, close connections and end the servers that Miles started. A second call does nothing."""
+        if self._taken is not None:
+            self._taken = None
+            await self._collector.stop()
+        await sessions.close_servers()
+        if self._teacher is not None:
+            await self._teacher.close()
+        await self._engines.close()
 
     def _longest_sample(self) -> int:
         """Tokens of prompt and response that a sample may have."""
         config = self._config
         longest = self._data.longest_prompt + config.rollout_max_response_len
+        if self._hooks.generate is not None:
+            # What tools say comes on top of the response.
+            return config.rollout_max_context_len or longest
         return min(longest, config.rollout_max_context_len or longest)
-
-    async def _sample_and_reward(
-        self,
-        groups: list[list[Sample]],
-        sampling: Sampling,
-        description: str,
-        teacher: Teacher | None = None,
-        *,
-        evaluation: bool = False,
-    ) -> int:
-        """Complete all samples, reward each group as soon as it is complete, and return how many rewards failed.
-
-        A teacher looks at the group at the same time.
-        """
-        progress = Progress(description, sum(map(len, groups)))
-        counts = []
-
-        async def finish(group: list[Sample]) -> None:
-            looking = None if teacher is None else asyncio.create_task(teacher.score(group))
-            try:
-                counts.append(await compute_rewards(self._config, group, evaluation=evaluation))
-                if looking is not None:
-                    await looking
-            finally:
-                if looking is not None:
-                    looking.cancel()
-            progress.update(len(group))
-
-        try:
-            await self._generator.run(groups, sampling, finish)
-        finally:
-            progress.close()
-        check_errors(counts, self._config.max_reward_error_fraction)
-        return sum(count.errors for count in counts)
-
-    def _training_rewards(self, samples: list[Sample]) -> list[float] | None:
-        """What each sample's tokens are trained with; None where nothing is rewarded."""
-        if self._generator is None:
-            return None
-        config = self._config
-        return shape_rewards(
-            # That estimator leaves rewards as they are.
-            "reinforce_plus_plus" if config.disable_rewards_normalization else config.advantage_estimator,
-            counted_rewards(samples),
-            [sample.group_index for sample in samples],
-            [sample.trajectory for sample in samples],
-            std=not config.disable_grpo_std_normalization,
-        ).tolist()
-
-    def _shards(self, batch: TrainBatch) -> list[ray.ObjectRef]:
-        config = self._config
-        if not config.needs_trainer:
-            return []
-        plan = plan_for(config, batch)
-        return [ray.put(shard(batch, plan, rank)) for rank in range(config.data_parallel_size)]
-
-
-def _check_complete(samples: list[Sample], asked: int) -> None:
-    """Raise unless exactly the rollouts that were asked for have come back whole, each in one or more samples."""
-    indices = [sample.index for sample in samples]
-    rollouts, different = len({sample.trajectory for sample in samples}), len(set(indices))
-    if rollouts != asked or different != len(samples):
-        raise RuntimeError(
-            f"asked for {asked} rollouts, got {rollouts} in {len(samples)} samples with {different} different indices"
-        )
-    done = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-    unfinished = {sample.index: sample.status.value for sample in samples if sample.status not in done}
-    if unfinished:
-        raise RuntimeError(
-            f"{len(unfinished)} of {len(samples)} samples are not finished: {dict(list(unfinished.items())[:10])}"
-        )
-    assert indices == sorted(indices), "samples must stay in the order of their indices"

@@ -61,13 +61,13 @@ def test_help_and_values_agree_about_offload(argv, capsys):
 
 
 def test_problems_are_numbered_and_the_status_is_2(argv, capsys):
-    assert exit_status(argv("--sead 1", num_rollout="0")) == 2
+    assert exit_status(argv("--sead 1", num_rollout="-1")) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "2 problems with the configuration:",
         "1. --sead is unknown; did you mean --seed or --use-opd or --save?",
-        "2. --num-rollout is '0': input should be greater than 0",
+        "2. --num-rollout is '-1': input should be greater than or equal to 0",
     ]
 
 

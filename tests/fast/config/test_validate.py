@@ -8,11 +8,17 @@ import pytest
 from miles.config import validate
 from miles.config.algorithm_rules import ALGORITHM_RULES
 from miles.config.data_rules import DATA_RULES
+from miles.config.debug_rules import DEBUG_RULES
 from miles.config.engine_rules import ENGINE_RULES
+from miles.config.eval_rules import EVAL_RULES
+from miles.config.hooks_rules import HOOKS_RULES
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
+from miles.config.multi_turn_rules import MULTI_TURN_RULES
 from miles.config.resolve import ConfigError, resolve
 from miles.config.reward_rules import REWARD_RULES
+from miles.config.rollout_rules import ROLLOUT_RULES
+from miles.config.schedule_rules import SCHEDULE_RULES
 from miles.config.weight_sync import WEIGHT_SYNC_RULES
 from miles.residency.filesystem import filesystem_of
 
@@ -58,11 +64,6 @@ CASES = {
          "--offload-train-target cpu without --stream-optimizer-state-to-disk"),
     ],
     "_checks": [({"check_residency": ""}, "--check-residency has no effect without --offload-train")],
-    "_debug_modes": [
-        ({"debug_rollout_only": "", "debug_train_only": ""}, "nothing is left to run; drop one"),
-        ({"debug_train_only": ""}, "policy_loss learns from engines' samples; use --loss-type"),
-        ({"debug_train_only": "", "loss_type": "custom_loss"}, "custom_loss learns from engines' samples; use --loss-"),
-    ],
     "_node_size": [
         ({"num_gpus_per_node": "2"}, "--actor-num-gpus-per-node 4 does not fit on a node of --num-gpus-per-node 2"),
     ],
@@ -92,7 +93,8 @@ CASES = {
     ],
     "_lengths": [
         ({"rollout_max_response_len": None}, "--rollout-max-response-len is required"),
-        ({"rollout_max_prompt_len": "9", "rollout_max_context_len": "9"}, "at most 8 is allowed"),
+        ({"rollout_max_prompt_len": "9", "rollout_max_context_len": "9"},
+         "--rollout-max-prompt-len 9 leaves no room for a response within --rollout-max-context-len 9; at most 8"),
     ],
     "_sampling": [
         ({"rollout_temperature": "0"}, "--rollout-temperature 0 cannot be trained on"),
@@ -112,17 +114,6 @@ CASES = {
         ({"lr_decay_iters": "4", "lr_warmup_iters": "4"}, "--lr-warmup-iters 4 must be less than --lr-decay-iters 4"),
         ({"min_lr": "1"}, "--min-lr 1.0 must not be above --lr 1e-06"),
     ],
-    "_evaluation": [
-        ({"eval_interval": "2"}, "--eval-interval 2 needs --eval-prompt-data NAME FILE"),
-        ({"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl", "debug_train_only": ""},
-         "--eval-interval 2 needs engines, and none runs"),
-        ({"eval_interval": "2", "eval_prompt_data": "a held_out.jsonl", "rm_type": None, **DISTIL},
-         "--eval-interval 2 needs a reward to evaluate with: give --rm-type or --custom-rm-path"),
-        ({"eval_prompt_data": "held_out.jsonl"}, "takes pairs NAME FILE, got 1 values: held_out.jsonl"),
-        ({"eval_prompt_data": "a held_out.jsonl a train.jsonl"}, "has the name a more than once"),
-        ({"eval_prompt_data": "a none.jsonl"}, "--eval-prompt-data none.jsonl is no file here"),
-        ({"eval_prompt_data": "a held_out.jsonl", "label_key": None}, "needs --eval-label-key (or --label-key)"),
-    ],
     "_checkpoints": [
         ({"save_interval": "2"}, "--save-interval 2 needs --save"),
         ({"ckpt_step": "2"}, "--ckpt-step 2 needs --load"),
@@ -136,10 +127,16 @@ def test_the_table_has_every_rule():
     elsewhere = {
         *ALGORITHM_RULES,
         *DATA_RULES,
+        *DEBUG_RULES,
         *ENGINE_RULES,
+        *EVAL_RULES,
+        *HOOKS_RULES,
         *LAYOUT_RULES,
         *MEGATRON_RULES,
+        *MULTI_TURN_RULES,
         *REWARD_RULES,
+        *ROLLOUT_RULES,
+        *SCHEDULE_RULES,
         *WEIGHT_SYNC_RULES,
     }
     assert list(CASES) == [rule.__name__ for rule in validate.RULES if rule not in elsewhere]

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import logging
 import math
 from pathlib import Path
@@ -118,6 +119,13 @@ async def test_a_dict_needs_its_key(custom):
         assert samples[0].reward is None
 
 
+async def test_numpy_scalars_of_a_dict_can_be_written_as_json(custom):
+    samples = with_values({"acc": np.float32(0.5), "right": np.bool_(True), "why": "a"})
+    await compute_rewards(custom("from_metadata", reward_key="acc"), samples)
+    assert samples[0].reward == 0.5
+    assert json.loads(json.dumps(samples[0].metadata["reward"])) == {"acc": 0.5, "right": True, "why": "a"}
+
+
 async def test_evaluation_has_its_own_key(custom):
     config = custom("from_metadata", reward_key="score", eval_reward_key="acc")
     for evaluation, reward in ((False, -1.0), (True, 0.0)):
@@ -223,7 +231,7 @@ def test_the_reward_must_be_named_once_and_have_labels(engine_config):
 
 async def test_the_documented_rewards(custom, tmp_path):
     """Both examples of the guide, as files of their own."""
-    page = (Path(__file__).parents[3] / "docs/user-guide/data-and-rewards.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/user-guide/rewards.md").read_text(encoding="utf-8")
     examples = [block.split("```")[0] for block in page.split("```python\n")[1:] if "async def" in block]
     (tmp_path / "documented_rewards.py").write_text("\n".join(examples))
     samples = [Sample(response=text, label="5", response_length=len(text)) for text in ("5", "  5", "7", "six")]

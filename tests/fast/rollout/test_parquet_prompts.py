@@ -1,3 +1,4 @@
+import datetime
 import decimal
 import json
 import re
@@ -53,6 +54,21 @@ def test_chat_decimals_and_maps(write):
     path = write(input=[[{"role": "user", "content": "a"}]], label=[decimal.Decimal("1.50")], metadata=metadata)
     sample = read(path, apply_chat_template=True)[0]
     assert (sample.tokens, sample.label, sample.metadata) == ([USER, *b"a", ASSISTANT], "1.50", {"level": 1})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([{"day": datetime.date(2026, 3, 4)}], r"holds datetime.date\(2026, 3, 4\) \(date\); write it as a string"),
+        ([{"list": [{"share": decimal.Decimal("1.5")}]}], r"holds Decimal\('1.5'\) \(Decimal\); write it as a string"),
+        ([{"raw": b"\x00"}], r"holds b'\\x00' \(bytes\)"),
+        (pyarrow.array([[(1, 2)]], pyarrow.map_(pyarrow.int64(), pyarrow.int64())), r"has the key 1 \(int\); keys are"),
+    ],
+)
+def test_metadata_that_json_does_not_keep(write, metadata, message):
+    """It is written into checkpoints and files of samples, at step N."""
+    with pytest.raises(ValueError, match=f"prompts.parquet:row 1: 'metadata' \\(--metadata-key\\) {message}"):
+        read(write(input=["a"], label=["b"], metadata=metadata))
 
 
 def test_problems_name_the_row(write):

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from miles.rollout.metrics import rollout_metrics
+from miles.rollout.metrics import eval_metrics, rollout_metrics
+from miles.tracking.metrics import describe
 from miles.utils.types import Sample
 
 
@@ -54,3 +55,52 @@ def test_teacher_metrics_are_of_trained_tokens():
     masked = rollout_metrics([sample(0, 0.0, mask=[0, 0], teacher=[-1.0, -1.0])], None)
     assert "rollout/teacher_log_probs" not in masked
     assert "rollout/teacher_log_probs" not in rollout_metrics([sample(0, 0.0)], None)
+
+
+def test_raw_rewards_of_a_post_process_take_the_place_of_the_samples_own():
+    samples = [sample(0, 1.0), sample(1, 0.0)]
+    metrics = rollout_metrics(samples, [0.5, -0.5], [4.0, None])
+    assert metrics["rollout/raw_reward"] == 4 and metrics["rollout/none_reward_ratio"] == 0
+
+
+def test_evaluation_by_hand():
+    samples = [
+        sample(0, 1.0, mask=[1, 0, 1]),
+        sample(1, None),
+        sample(2, 0.0, group=1),
+        sample(3, None, group=1, mask=[], remove_sample=True),
+    ]
+    samples[2].status, samples[3].status = Sample.Status.TRUNCATED, Sample.Status.FAILED
+    assert eval_metrics("a", samples) == {
+        "eval/a": 0.5,
+        "eval/a-none_reward_ratio": 0.5,
+        "eval/a-truncated_ratio": 0.25,
+        "eval/a-failed_ratio": 0.25,
+        "eval/a/response_len/mean": 1.5,
+        "eval/a/response_len/median": 2,
+        "eval/a/response_len/max": 2,
+        "eval/a/response_len/min": 0,
+    }
+    passed = eval_metrics("a", samples, pass_rates=True)
+    assert {name: value for name, value in passed.items() if "@" in name} == {"eval/a-pass@1": 0.5}
+    assert math.isnan(eval_metrics("a", samples[1:2])["eval/a"])
+    with pytest.raises(ValueError, match="evaluation 'a' has no samples"):
+        eval_metrics("a", [])
+
+
+def test_a_trajectory_of_an_evaluation_counts_once():
+    pieces = [sample(0, None, rollout=0), sample(0, 1.0, rollout=0), sample(0, 1.0, rollout=0), sample(1, 0.0)]
+    metrics = eval_metrics("a", pieces, pass_rates=True)
+    assert metrics["eval/a"] == metrics["eval/a-pass@1"] == 0.5 and metrics["eval/a-pass@2"] == 1
+    assert metrics["eval/a-none_reward_ratio"] == 0
+
+
+def test_samples_without_numbers_are_groups_of_their_own():
+    samples = [sample(None, 1.0, group=None), sample(None, 0.0, group=None)]
+    passed = eval_metrics("a", samples, pass_rates=True)
+    assert passed["eval/a-pass@1"] == passed["eval/a"] == 0.5 and "eval/a-pass@2" not in passed
+
+
+def test_every_metric_of_an_evaluation_is_registered():
+    metrics = eval_metrics("a-b", [sample(0, 1.0), sample(1, 0.0)], pass_rates=True)
+    assert "chance" in describe("eval/a-b-pass@2") and all(map(describe, metrics))

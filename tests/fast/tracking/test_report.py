@@ -54,8 +54,8 @@ class Evaluator:
     def __init__(self, *values):
         self.values, self.asked = list(values), []
 
-    async def evaluate(self, rollout_id):
-        self.asked.append(rollout_id)
+    async def evaluate(self, rollout_id, before_training):
+        self.asked.append("first" if before_training else rollout_id)
         return {"eval/demo": self.values.pop(0)}
 
 
@@ -182,7 +182,7 @@ async def test_evaluation_is_made_when_due(make_report, capsys):
     for step in range(5):
         await report.evaluate_if_due(rollout, step)
         report.step(step, STEP)
-    assert rollout.asked == [0, 1, 3, 4]
+    assert rollout.asked == ["first", 1, 3, 4]
     assert [line.get("eval/demo") for line in lines_of(report)] == [0.1, 0.2, None, 0.3, 0.4]
     assert ["perf/eval_time" in line for line in lines_of(report)] == [False, True, False, True, True]
 
@@ -206,6 +206,47 @@ async def test_no_evaluation_before_training(make_report, start, changes):
     await report.evaluate_before_training(rollout)
     await report.evaluate_if_due(rollout, 2)
     assert rollout.asked == []
+
+
+@pytest.mark.parametrize("start, step", [(0, 0), (5, 4)])
+async def test_an_evaluation_alone_is_a_whole_run(make_report, clock, capsys, start, step):
+    """It is that of the step whose weights it has; what was written before it stays."""
+    first = make_report(6)
+    for done in range(6):
+        first.step(done, STEP)
+    with first.path.open("a") as file:
+        file.write('{"step": 6, "rollou')  # killed in the middle of a line
+    capsys.readouterr()
+    report, rollout = make_report(0, start, eval_interval=None, skip_eval_before_train=False), Evaluator(0.25)
+
+    async def evaluate(rollout_id, before_training):
+        clock[0] += 3
+        return await Evaluator.evaluate(rollout, rollout_id, before_training)
+
+    await report.evaluate_before_training(type("Client", (), {"evaluate": staticmethod(evaluate)}))
+    assert rollout.asked == [step]
+    assert capsys.readouterr().out == "evaluation  eval/demo 0.25\n"
+    *before, line = lines_of(report)
+    assert [line["step"] for line in before] == list(range(6))
+    assert line.pop("wall_time") > 0
+    assert line == {"step": step, "eval/demo": 0.25, "perf/eval_time": 3.0, "perf/step_time": 3.0}
+    report.path.write_text(json.dumps(line) + "\n")
+    assert report.summary().splitlines() == [
+        "1 step          first     last     best",
+        f"eval/demo       0.250    0.250    0.250  (best at step {step + 1}; 1 values)",
+        "time 3.0s: eval 3.0s (100%)",
+    ]
+
+
+def test_the_wait_for_a_batch_stands_for_its_generation(make_report, clock, capsys):
+    report = make_report(1)
+    with report.timer("wait"):
+        clock[0] += 0.5
+    clock[0] += 2
+    report.step(0, {"perf/rollout_time": 1.5, "perf/train_time": 1.5})
+    assert capsys.readouterr().out == "step 1/1  | wait 0.5s train 1.5s | 2.5s/step  eta 0.0s\n"
+    assert lines_of(report)[0]["perf/rollout_time"] == 1.5
+    assert report.summary().splitlines()[-1] == "time 2.5s: wait 0.5s (20%), train 1.5s (60%), other 0.5s (20%)"
 
 
 async def test_the_first_step_does_not_pay_for_what_came_before(make_report, clock):

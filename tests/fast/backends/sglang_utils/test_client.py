@@ -3,11 +3,10 @@ import pickle
 import time
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 import miles.backends.sglang_utils.client as client_module
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
+from tests.fast.backends.sglang_utils.misbehaving import MisbehavingServer, hangs, not_json, reset, says, truncated
 
 
 @pytest.fixture(autouse=True)
@@ -17,78 +16,54 @@ def short_backoff(monkeypatch):
 
 @pytest.fixture
 async def misbehaving():
-    """A server whose /generate plays the handlers of `script`, one a request; `seen` holds the requests' bodies."""
-
-    class Server:
-        def __init__(self):
-            self.script, self.seen = [], []
-
-        async def handle(self, request):
-            self.seen.append(await request.json())
-            return await self.script[min(len(self.seen), len(self.script)) - 1](request)
-
-    server = Server()
-    app = web.Application()
-    app.router.add_post("/{path:.*}", server.handle)
-    test_server = TestServer(app)
-    await test_server.start_server()
-    server.url = str(test_server.make_url("")).rstrip("/")
-    yield server
-    await test_server.close()
+    async with MisbehavingServer() as server:
+        yield server
 
 
-def answers(status=200, body=None):
-    async def handler(request):
-        return web.json_response([{"output_ids": [1]}] if body is None else body, status=status)
-
-    return handler
+GOOD = [{"output_ids": [1]}]
 
 
-async def reset(request):
-    request.transport.abort()
-    return web.Response()
-
-
-async def truncated(request):
-    response = web.StreamResponse(headers={"Content-Length": "1000", "Content-Type": "application/json"})
-    await response.prepare(request)
-    await response.write(b'[{"output_ids": [1]}')
-    request.transport.abort()
-    return response
-
-
-async def hang(request):
-    await asyncio.sleep(60)
-
-
-async def not_json(request):
-    return web.Response(text="[{", content_type="application/json")
-
-
-async def generate(server, retries=3, **options):
-    async with SGLangClient(server.url, retries=retries, **options) as client:
+async def generate(server, **options):
+    async with SGLangClient(server.url, **options) as client:
         return await client.generate([[1, 2]], [{"max_new_tokens": 1}])
 
 
+async def score(server, retries=3):
+    async with SGLangClient(server.url, retries=retries) as client:
+        return await client.score([[1, 2]], [0])
+
+
 async def test_sends_ids_and_asks_for_log_probs(misbehaving):
-    misbehaving.script = [answers()]
-    assert await generate(misbehaving) == [{"output_ids": [1]}]
+    misbehaving.script = [says(body=GOOD)]
+    assert await generate(misbehaving) == GOOD
     assert misbehaving.seen == [
         {"input_ids": [[1, 2]], "sampling_params": [{"max_new_tokens": 1}], "return_logprob": True}
     ]
 
 
-@pytest.mark.parametrize("fault", [answers(500, {"error": "busy"}), answers(503, {}), reset, truncated, not_json])
-async def test_passing_faults_are_retried(misbehaving, fault):
-    misbehaving.script = [fault, fault, answers()]
-    assert await generate(misbehaving) == [{"output_ids": [1]}]
+FAULTS = [says(500, {"error": "busy"}), says(503, {}), reset, truncated, not_json]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_score_is_asked_for_again(misbehaving, fault):
+    misbehaving.script = [fault, fault, says(body=GOOD)]
+    assert await score(misbehaving) == GOOD
     assert len(misbehaving.seen) == 3
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_generating_is_asked_for_once(misbehaving, fault):
+    misbehaving.script = [fault, says(body=GOOD)]
+    with pytest.raises(SGLangError, match="after 1 attempt:") as caught:
+        await generate(misbehaving)
+    assert not caught.value.refused
+    assert len(misbehaving.seen) == 1
+
+
 async def test_retries_are_bounded_and_counted(misbehaving):
-    misbehaving.script = [answers(500, {"error": "x" * 2000})]
+    misbehaving.script = [says(500, {"error": "x" * 2000})]
     with pytest.raises(SGLangError, match="HTTP 500 after 3 attempts") as caught:
-        await generate(misbehaving, retries=2)
+        await score(misbehaving, retries=2)
     assert len(misbehaving.seen) == 3
     assert caught.value.status == 500
     assert caught.value.url == misbehaving.url + "/generate"
@@ -96,19 +71,20 @@ async def test_retries_are_bounded_and_counted(misbehaving):
 
 
 async def test_error_body_that_looks_like_a_reply_is_an_error(misbehaving):
-    misbehaving.script = [answers(500)]
+    misbehaving.script = [says(500, GOOD)]
     with pytest.raises(SGLangError, match="HTTP 500"):
-        await generate(misbehaving, retries=0)
-
-
-async def test_our_own_mistake_is_not_retried(misbehaving):
-    misbehaving.script = [answers(400, {"error": "too long"}), answers()]
-    with pytest.raises(SGLangError, match="HTTP 400 after 1 attempt: .*too long"):
         await generate(misbehaving)
 
 
+async def test_our_own_mistake_is_not_retried(misbehaving):
+    misbehaving.script = [says(400, {"error": "too long"}), says(body=GOOD)]
+    with pytest.raises(SGLangError, match="HTTP 400 after 1 attempt: .*too long") as caught:
+        await score(misbehaving)
+    assert caught.value.refused
+
+
 async def test_hang_is_bounded(misbehaving):
-    misbehaving.script = [hang]
+    misbehaving.script = [hangs]
     start = time.monotonic()
     with pytest.raises(SGLangError, match="nothing within 0.3 s"):
         await generate(misbehaving, request_timeout=0.3)
@@ -119,17 +95,19 @@ async def test_hang_is_bounded(misbehaving):
 async def test_nobody_listens(unused_tcp_port):
     async with SGLangClient(f"http://127.0.0.1:{unused_tcp_port}", retries=1) as client:
         with pytest.raises(SGLangError, match="no answer after 2 attempts"):
-            await client.generate([[1]], [{}])
+            await client.score([[1]], [0])
 
 
-async def test_wrong_number_of_replies(misbehaving):
-    misbehaving.script = [answers(200, [])]
-    with pytest.raises(RuntimeError, match="asked for 1 samples, got 0"):
+@pytest.mark.parametrize(("body", "got"), [([], "got 0 samples"), ({"output_ids": [1]}, "got {'output_ids'")])
+async def test_wrong_number_of_replies(misbehaving, body, got):
+    misbehaving.script = [says(body=body)]
+    with pytest.raises(SGLangError, match=f"asked for 1 samples, {got}") as caught:
         await generate(misbehaving)
+    assert not caught.value.refused
 
 
 async def test_control_calls_are_sent_once(misbehaving):
-    misbehaving.script = [answers(500, {}), answers(200, {"success": True})]
+    misbehaving.script = [says(500, {}), says(200, {"success": True})]
     async with SGLangClient(misbehaving.url) as client:
         with pytest.raises(SGLangError, match="HTTP 500"):
             await client.update_weight_version("3")
@@ -138,22 +116,22 @@ async def test_control_calls_are_sent_once(misbehaving):
 
 
 async def test_update_that_says_no_raises(misbehaving):
-    misbehaving.script = [answers(200, {"success": False, "message": "no such group"})]
+    misbehaving.script = [says(200, {"success": False, "message": "no such group"})]
     async with SGLangClient(misbehaving.url) as client:
         with pytest.raises(SGLangError, match="no such group"):
             await client.update_weights_from_tensor(["abc"], load_format="flattened_bucket", weight_version="1")
 
 
 async def test_an_error_survives_the_way_to_the_driver(misbehaving):
-    misbehaving.script = [answers(500, {"error": "busy"})]
+    misbehaving.script = [says(500, {"error": "busy"})]
     with pytest.raises(SGLangError) as caught:
-        await generate(misbehaving, retries=1)
+        await generate(misbehaving)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value) and vars(copy) == vars(caught.value)
 
 
 async def test_tags_of_memory_are_named(misbehaving):
-    misbehaving.script = [answers(200, None)]
+    misbehaving.script = [says()]
     async with SGLangClient(misbehaving.url) as client:
         await client.release_memory_occupation(["kv_cache", "cuda_graph"])
         await client.resume_memory_occupation(("weights",))
@@ -162,8 +140,24 @@ async def test_tags_of_memory_are_named(misbehaving):
 
 async def test_proxy_settings_are_ignored(misbehaving, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    misbehaving.script = [answers()]
-    assert await generate(misbehaving, retries=0)
+    misbehaving.script = [says(body=GOOD)]
+    assert await generate(misbehaving)
+
+
+async def test_a_connection_that_the_server_may_have_closed_is_not_used(misbehaving, monkeypatch):
+    monkeypatch.setattr(client_module, "KEEP_ALIVE_SECONDS", 0.1)
+    ports = []
+
+    async def notes_the_port(request):
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return await says(body=GOOD)(request)
+
+    misbehaving.script = [notes_the_port]
+    async with SGLangClient(misbehaving.url) as client:
+        for idle in (0, 0, 0.3):
+            await asyncio.sleep(idle)
+            await client.generate([[1]], [{}])
+    assert ports[0] == ports[1] != ports[2]
 
 
 def test_one_client_in_several_loops(engine_server):

@@ -72,7 +72,7 @@ async def manager(config, engine, checkpoint):
     yield manager
     await manager.onload(["cuda_graph", "kv_cache", "weights"])
     await update(manager, checkpoint)
-    for client in manager._clients:
+    for client in manager._engines.clients:
         await client.close()
 
 
@@ -93,7 +93,7 @@ async def update(manager, checkpoint):
 
 async def log_probs(manager):
     """Of greedy answers. One prompt at a time and from an empty cache: the last bit depends on what shares a batch."""
-    (client,) = manager._clients
+    (client,) = manager._engines.clients
     await client.flush_cache()
     answers = []
     for prompt in PROMPTS:
@@ -150,7 +150,7 @@ async def test_nothing_is_generated_while_memory_is_away_or_weights_are_stale(ma
     with pytest.raises(ResidencyError, match=r"rollout 3 needs .*engine 0 \(http.*kv_cache is dropped, weights is"):
         await manager.generate(3)
     with pytest.raises(ResidencyError, match="evaluation after rollout 3 needs .*kv_cache is dropped"):
-        await manager.evaluate(3)
+        await manager.evaluate(3, before_training=False)
     await manager.onload_weights()
     await manager.onload_kv()
     with pytest.raises(ResidencyError, match=r"rollout 3 needs .*weights were released at version .* not updated"):
@@ -158,12 +158,12 @@ async def test_nothing_is_generated_while_memory_is_away_or_weights_are_stale(ma
     # What would have come of it: not a number.
     assert await log_probs(manager) == [[[None, 0, None]] * 12] * 2
     await update(manager, checkpoint)
-    await manager.evaluate(3)
+    await manager.evaluate(3, before_training=False)
     assert await log_probs(manager) == expected
 
 
 async def test_running_requests_are_waited_for(manager):
-    (client,) = manager._clients
+    (client,) = manager._engines.clients
     request = asyncio.create_task(client.generate(PROMPTS, [{"max_new_tokens": 100, "ignore_eos": True}] * 2))
     await asyncio.sleep(0.1)
     assert not request.done()
@@ -174,7 +174,7 @@ async def test_running_requests_are_waited_for(manager):
 
 async def test_requests_that_run_for_too_long_are_aborted(manager, monkeypatch):
     monkeypatch.setattr(engine_memory, "IDLE_SECONDS", 0.3)
-    (client,) = manager._clients
+    (client,) = manager._engines.clients
     request = asyncio.create_task(client.generate(PROMPTS, [{"max_new_tokens": 2000, "ignore_eos": True}] * 2))
     await asyncio.sleep(0.1)
     await manager.offload_kv()
@@ -183,7 +183,7 @@ async def test_requests_that_run_for_too_long_are_aborted(manager, monkeypatch):
 
 
 async def test_running_requests_are_counted(manager):
-    (client,) = manager._clients
+    (client,) = manager._engines.clients
     request = asyncio.create_task(client.generate(PROMPTS, [{"max_new_tokens": 2000, "ignore_eos": True}] * 2))
     await asyncio.sleep(0.3)
     assert await client.running_requests() == 2

@@ -2,12 +2,15 @@ import asyncio
 import time
 
 import pytest
+from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.router import ExternalRouter, RouterClient, SGLangRouter
 from miles.backends.sglang_utils.server_process import ServerDied
 from miles.backends.sglang_utils.supervisor import group_members
+from miles.rollout.engine_pool import EnginePool
 from miles.utils.network import free_port
+from miles.utils.types import Sample
 
 PROMPTS = [[97, 98, 99], [100, 101], [102]]
 
@@ -28,6 +31,11 @@ async def test_samples_of_a_router_are_those_of_its_engine(engine_config, engine
         for reply, other in zip(replies, expected, strict=True):
             pairs = zip(*(r["meta_info"]["output_token_logprobs"] for r in (reply, other)), strict=True)
             assert all(abs(a[0] - b[0]) < 1e-4 and a[1] == b[1] for a, b in pairs)
+
+        await check_hold(config, routed, direct)
+        async with RouterClient("http://127.0.0.1:9") as nobody:
+            replies = await nobody.generate(PROMPTS, parameters)
+        assert [reply.status for reply in replies] == [None] * 3, "each prompt has an error of its own"
 
         # The same router, as one that somebody else started; the same engine under a second name.
         again = engine_server.replace("127.0.0.1", "localhost")
@@ -61,6 +69,29 @@ async def test_samples_of_a_router_are_those_of_its_engine(engine_config, engine
     with pytest.raises(ServerDied, match="router.log"):
         await router.check()
     await router.shutdown()
+
+
+async def check_hold(config, routed, direct):
+    """What the router has forwarded is aborted at the engine, and goes on later."""
+
+    async def all_live():
+        return {}
+
+    tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
+    pool = EnginePool(config, [routed], 8, tokenizer, all_live, engines=[direct])
+    samples = [Sample(index=i, tokens=list(tokens)) for i, tokens in enumerate(PROMPTS)]
+    parameters = [sampling(seed) | {"max_new_tokens": 300, "ignore_eos": True} for seed in range(3)]
+    work = asyncio.create_task(pool.complete(samples, parameters))
+    while await direct.running_requests() < 3:
+        await asyncio.sleep(0.01)
+    await pool.hold()
+    await work
+    assert {sample.status for sample in samples} == {Sample.Status.ABORTED}
+    lengths = [sample.response_length for sample in samples]
+    assert all(0 < length < 300 for length in lengths)
+    pool.release()
+    await pool.complete(samples, [{**given, "max_new_tokens": 5} for given in parameters])
+    assert [sample.response_length - 5 for sample in samples] == lengths
 
 
 async def test_no_router_there(engine_config):

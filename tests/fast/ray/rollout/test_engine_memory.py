@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 import miles.ray.rollout.engine_memory as engine_memory
-import miles.ray.rollout.rollout_manager as rollout_manager
+import miles.ray.rollout.engines as engines_module
 from miles.backends.sglang_utils.client import SGLangError
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.rollout_manager import RolloutManager
@@ -280,7 +280,7 @@ class _Actor:
 )
 async def test_what_no_level_names_never_moves(engine_config, monkeypatch, on, levels, may_leave):
     engine = StrictEngine()
-    monkeypatch.setattr(rollout_manager, "SGLangClient", lambda url, **_: engine)
+    monkeypatch.setattr(engines_module, "SGLangClient", lambda url, **_: engine)
     config = engine_config.model_copy(update={"offload_rollout": on, "offload_rollout_level": levels})
     manager = RolloutManager(config, [_Actor()])
     await manager.start()

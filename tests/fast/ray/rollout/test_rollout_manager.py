@@ -13,10 +13,13 @@ from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.supervisor import group_members
 from miles.ray import placement_group as placing
-from miles.ray.rollout.rollout_manager import RolloutManager, _check_complete
-from miles.rewards import RewardCounts, check_errors
+from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.rollout.rollout_state import read_state, write_state
+from miles.rollout.base_types import RolloutFnEvalOutput
+from miles.rollout.collector import Collected
+from miles.rollout.sample_io import save_samples
 from miles.utils.arguments import parse_args
-from miles.utils.types import Sample
+from tests.fast.ray.rollout.test_training_data import groups_of
 
 ALL_STAY = ("--no-offload-train", "--no-offload-rollout")
 
@@ -56,10 +59,10 @@ def test_supervised_rollouts_need_no_engine(engine_flags, local_ray, tmp_path):
     async def go():
         await manager.start()
         first = await manager.generate(0)
-        await manager.save(tmp_path)
+        await manager.save(tmp_path, 0, 3)
         second = await manager.generate(1)
         resumed = RolloutManager(parse_args(flags), [])
-        await resumed.load(tmp_path)
+        assert await resumed.load(tmp_path) == 3
         again = await resumed.generate(1)
         await manager.dispose()
         return first, second, again
@@ -71,6 +74,115 @@ def test_supervised_rollouts_need_no_engine(engine_flags, local_ray, tmp_path):
     assert np.array_equal(batches[1]["sample_indices"], batches[2]["sample_indices"])
     assert batches[0].row("tokens", 0).tolist() == [97, 48, 259]
     assert "perf/rollout_time" in first.metrics and "rewards" not in batches[0]
+
+
+async def test_a_save_keeps_what_was_there_before_a_rollout_that_was_begun_ahead(engine_flags, local_ray, tmp_path):
+    config = parse_args([*engine_flags, "--loss-type", "sft_loss"]).model_copy(update={"one_step_ahead": True})
+    folders = [tmp_path / name for name in ("with the next begun", "without")]
+    ahead, in_turns = RolloutManager(config, []), RolloutManager(config, [])
+    for manager in (ahead, in_turns):
+        await manager.generate(0)
+    await ahead.generate(1)
+    for manager, folder in zip((ahead, in_turns), folders, strict=True):
+        folder.mkdir()
+        await manager.save(folder, 0, 1)
+    assert read_state(folders[0]) == read_state(folders[1])
+    assert read_state(folders[0])[0]["data"]["group_index"] == 4
+    # Nothing has been begun after the last one.
+    await ahead.save(folders[0], 1, 2)
+    state, version = read_state(folders[0])
+    assert state["data"]["group_index"] == 8 and version == 2
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
+    for collector in (
+        None,
+        {},
+        {"finished": []},
+        {"finished": [[{"a": [1]}, {}], []], "unfinished": [[{"b": "\u00e9"}]]},
+    ):
+        state = {"data": {"epoch": 1, "files": [{"path": "a"}]}, "collector": collector}
+        write_state(tmp_path, state, 3)
+        assert read_state(tmp_path) == (state, 3)
+    with pytest.raises(ValueError, match="samples.json can't be written as JSON .*set is not JSON serializable"):
+        write_state(tmp_path, {"data": {}, "collector": {"finished": [{1}]}}, 3)
+    (tmp_path / "samples.json").write_text('{"weight_version": 3, "coll')
+    with pytest.raises(ValueError, match="samples.json can't be read .*the checkpoint is not whole"):
+        read_state(tmp_path)
+    (tmp_path / "samples.json").unlink()
+    with pytest.raises(ValueError, match="samples.json can't be read .*No such file"):
+        read_state(tmp_path)
+
+
+async def test_a_rollout_from_a_file_is_trained_on_as_it_is(engine_flags, local_ray, tmp_path):
+    path = str(tmp_path / "{rollout_id}.jsonl")
+    for rollout_id, groups in enumerate((4, 3)):
+        save_samples(path, rollout_id, groups_of(*[[1.0, 0.0, 1.0, 0.0]] * groups))
+    manager = RolloutManager(parse_args([*engine_flags, "--load-debug-rollout-data", path]), [])
+    await manager.start()
+    result = await manager.generate(0)
+    (shard,) = ray.get(result.shards)
+    assert shard.batch["rewards"][:2] == pytest.approx([0.866, -0.866], abs=1e-3)
+    assert result.metrics["rollout/raw_reward"] == 0.5 and "perf/tokens_per_gpu_per_sec" not in result.metrics
+    with pytest.raises(ValueError, match="rollout 1 has 12 samples in 3 groups, and --rollout-batch-size 4 with"):
+        await manager.generate(1)
+
+
+class Background:
+    """A collector and its pool that write their calls down."""
+
+    def __init__(self, groups):
+        self.groups, self.calls = groups, []
+
+    def start(self):
+        self.calls.append("start")
+
+    async def take(self, rollout_id, version):
+        self.calls.append(f"take {rollout_id}")
+        return Collected(self.groups, self.groups, {})
+
+    async def stop(self):
+        self.calls.append("stop")
+
+    async def hold(self):
+        self.calls.append("hold")
+
+    def release(self):
+        self.calls.append("release")
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+
+async def test_what_runs_in_the_background_starts_late_pauses_for_evaluations_and_ends(engine_flags, local_ray):
+    config = parse_args(engine_flags).model_copy(update={"fully_async": True})
+    manager = RolloutManager(config, [])
+    manager._collector = manager._pool = background = Background(groups_of(*[[1.0, 0.0, 1.0, 0.0]] * 4))
+
+    class Evaluator:
+        async def run(self, rollout_id, runner_for):
+            background.calls.append(f"evaluate {rollout_id}")
+            if rollout_id == 1:
+                raise RuntimeError("no engine is left")
+            return RolloutFnEvalOutput({}, {"eval/a": 1.0})
+
+    manager._evaluator = Evaluator()
+    # Nothing is generated with the weights of before the first sync.
+    await manager.hold()
+    await manager.release()
+    assert await manager.evaluate(0, True) == {"eval/a": 1.0}
+    for rollout_id in range(2):
+        await manager.generate(rollout_id)
+    assert background.calls == ["hold", "release", "evaluate 0", "start", "take 0", "take 1"]
+    background.calls.clear()
+    with pytest.raises(RuntimeError, match="no engine is left"):
+        await manager.evaluate(1, False)
+    await manager.dispose()
+    await manager.dispose()
+    assert background.calls == ["pause", "evaluate 1", "resume", "stop"]
 
 
 def test_epochs_become_rollouts(engine_flags):
@@ -142,9 +254,9 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny
     assert result.metrics["rollout/reward_error_ratio"] == 0
     assert result.metrics["perf/tokens_per_gpu_per_sec"] > 0
 
-    metrics = ray.get(manager.evaluate.remote(0))
+    metrics = ray.get(manager.evaluate.remote(0, False))
     assert 0 <= metrics["eval/held-out"] <= 1 and metrics["eval/held-out/response_len/max"] <= 8
-    ray.get(manager.save.remote(tmp_path))
+    ray.get(manager.save.remote(tmp_path, 0, 1))
     assert json.loads((tmp_path / "data_source.json").read_text())["sample_index"] == 16
 
     members = group_members(os.getpgid(servers_of(tmp_path)[0]))
@@ -228,92 +340,3 @@ async def test_a_useless_teacher_is_refused_before_engines_start(engine_flags, l
     with pytest.raises(ValueError, match=f"the teacher {url} .--opd-teacher-urls. can't be asked"):
         await RolloutManager(config, [engine]).start()
     assert not (tmp_path / "logs").exists()
-
-
-async def test_the_teacher_looks_at_a_group_while_it_is_rewarded(engine_flags, monkeypatch):
-    """Reward and teacher wait for each other: neither alone can end. The error of one ends the other."""
-    config = parse_args([*engine_flags, *OPD, "http://nowhere:1"])
-    manager = RolloutManager(config, [])
-    looks, ended = asyncio.Event(), []
-
-    class Generator:
-        async def run(self, groups, sampling, finish):
-            for group in groups:
-                await finish(group)
-
-    class Waiting:
-        def __init__(self, error=None):
-            self.error = error
-
-        async def score(self, group):
-            looks.set()
-            try:
-                await (asyncio.sleep(0) if self.error is None else asyncio.sleep(60))
-            finally:
-                ended.append(len(group))
-
-    async def reward(config, group, evaluation):
-        await asyncio.wait_for(looks.wait(), 5)
-        if fails:
-            raise ValueError("reward")
-        return RewardCounts(len(group), 0, 0, None)
-
-    manager._generator = Generator()
-    monkeypatch.setattr("miles.ray.rollout.rollout_manager.compute_rewards", reward)
-    fails = False
-    assert await manager._sample_and_reward([[Sample(), Sample()]], None, "", Waiting()) == 0
-    fails = True
-    looks.clear()
-    with pytest.raises(ValueError, match="reward"):
-        await manager._sample_and_reward([[Sample()]], None, "", Waiting("endless"))
-    await asyncio.sleep(0)
-    assert ended == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("grpo", [0.70710, 0.70710, -0.70710, 0, 0]),
-        ("gspo --disable-grpo-std-normalization", [1, 1, -1, 0, 0]),
-        ("dr_grpo", [1, 1, -1, 0, 0]),
-        ("rloo", [2, 2, -2, 0, 0]),
-        ("ppo", [3, 3, 1, 5, 0]),
-        ("reinforce_plus_plus", [3, 3, 1, 5, 0]),
-        ("grpo --disable-rewards-normalization", [3, 3, 1, 5, 0]),
-    ],
-)
-def test_rewards_are_shaped_by_the_estimator(engine_flags, flags, expected):
-    """Two pieces of one rollout, another of its group, a group of one, and a reward that abstained."""
-    manager = RolloutManager(parse_args([*engine_flags, "--advantage-estimator", *flags.split()]), [])
-    manager._generator = "there is one"
-    samples = [
-        Sample(index=0, group_index=0, rollout_id=0, reward=3.0),
-        Sample(index=1, group_index=0, rollout_id=0, reward=3.0),
-        Sample(index=2, group_index=0, reward=1.0),
-        Sample(index=3, group_index=1, reward=5.0),
-        Sample(index=4, group_index=1, reward=None),
-    ]
-    assert manager._training_rewards(samples) == pytest.approx(expected, abs=1e-4)
-
-
-def test_counts_are_checked():
-    samples = [Sample(index=i, status=Sample.Status.COMPLETED) for i in range(4)]
-    _check_complete(samples, 4)
-    with pytest.raises(RuntimeError, match="asked for 5 rollouts, got 4"):
-        _check_complete(samples, 5)
-    with pytest.raises(RuntimeError, match="got 3 in 4 samples with 3 different"):
-        _check_complete([*samples[:3], samples[0]], 4)
-    piece = Sample(index=4, rollout_id=3, status=Sample.Status.COMPLETED)
-    _check_complete([*samples, piece], 4)
-    with pytest.raises(RuntimeError, match="got 4 in 5 samples with 4 different"):
-        _check_complete([*samples, samples[3]], 4)
-    samples[2].status = Sample.Status.ABORTED
-    with pytest.raises(RuntimeError, match="1 of 4 samples are not finished: {2: 'aborted'}"):
-        _check_complete(samples, 4)
-
-
-def test_failed_rewards_are_bounded_over_all_groups():
-    fine, bad = RewardCounts(10, 0, 0, None), RewardCounts(10, 0, 1, "sample 3: ZeroDivisionError")
-    check_errors([fine, bad], 0.05)
-    with pytest.raises(RuntimeError, match="failed for 1 of 20 samples.*sample 3: ZeroDivisionError"):
-        check_errors([fine, bad], 0.04)

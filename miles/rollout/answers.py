@@ -1,0 +1,110 @@
+"""What an engine answered for a sample, checked, and how it extends the sample."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.utils.types import Sample
+
+
+class UnusableAnswer(RuntimeError):
+    """An engine answered something that cannot be trained on; asking again may help."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """New tokens of one sample. `aborted`: the engine was told to stop; `stopped`: it says that the response ended."""
+
+    ids: list[int]
+    log_probs: list[float]
+    weight_version: str
+    aborted: bool
+    stopped: bool
+
+
+def read_answer(reply: Any) -> Answer:
+    """The answer in one of the replies of `SGLangClient.generate`.
+
+    Raises:
+        UnusableAnswer: parts are missing or contradict each other, or a log-probability is no number.
+    """
+    try:
+        meta = reply["meta_info"]
+        reason = meta["finish_reason"]["type"]
+        ids = reply["output_ids"]
+        entries = meta["output_token_logprobs"]
+        log_probs, written = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        counts = {len(ids), len(log_probs), meta["completion_tokens"]}
+        version = str(meta["weight_version"])
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UnusableAnswer(f"parts are missing: {type(error).__name__} {error} in {reply!r:.300}") from error
+    if reason not in ("stop", "length", "abort"):
+        raise UnusableAnswer(f"an unknown finish reason {reason!r}")
+    if len(counts) > 1 or (not ids and reason != "abort"):
+        raise UnusableAnswer(
+            f"{len(ids)} ids, {len(log_probs)} log-probabilities and a count of {meta['completion_tokens']} new tokens"
+        )
+    if written != ids:
+        raise UnusableAnswer(f"log-probabilities of other tokens than its own: {written!r:.200}, not {ids!r:.200}")
+    if None in log_probs:  # JSON's NaN
+        raise UnusableAnswer(f"log-probabilities that are not numbers: {log_probs!r:.200}")
+    return Answer(ids, log_probs, version, reason == "abort", reason == "stop")
+
+
+def extend(
+    sample: Sample,
+    answer: Answer,
+    *,
+    tokenizer: Any,
+    room: int,
+    stop_ids: frozenset[int],
+    stop_texts: Sequence[str],
+    skip_special_tokens: bool,
+) -> None:
+    """Add `answer` to the end of `sample`, in place, and set its status.
+
+    Args:
+        room: most tokens that were asked for.
+        stop_ids, stop_texts: what ends a response. It is no part of its text.
+    """
+    ids, earlier = answer.ids, sample.tokens[sample.prompt_length :]
+    ended_by_id = bool(ids) and ids[-1] in stop_ids
+    shown = ids[:-1] if ended_by_id else ids
+    text = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
+    cut = min((place for place in map(text.find, stop_texts) if place >= 0), default=None)
+    # SGLang reports `length` for whatever stands at the limit, an end token too, and `abort` likewise.
+    if ended_by_id or cut is not None or answer.stopped:
+        status = Sample.Status.COMPLETED
+    elif len(ids) >= room or not answer.aborted:
+        status = Sample.Status.TRUNCATED
+    else:
+        status = Sample.Status.ABORTED
+
+    behind = 0 if cut is None else len(text) - cut
+    if earlier:  # decoded as one: a character may have been cut in two
+        text = tokenizer.decode(earlier + shown, skip_special_tokens=skip_special_tokens)
+    sample.response = text[: len(text) - behind]
+    sample.status = status
+    if not ids:
+        return
+    sample.tokens = sample.tokens + ids
+    sample.loss_mask = ([1] * len(earlier) if sample.loss_mask is None else sample.loss_mask) + [1] * len(ids)
+    sample.rollout_log_probs = (sample.rollout_log_probs or []) + answer.log_probs
+    sample.response_length += len(ids)
+    # New lists, as above: a copy of the sample may hold the old ones.
+    sample.weight_versions = [*sample.weight_versions, answer.weight_version]
+    uncounted = sample.response_length - sum(sample.weight_version_lengths)
+    sample.weight_version_lengths = [*sample.weight_version_lengths, uncounted]
+
+
+def end_token_ids(checkpoint: str | Path, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a response: those of config.json and generation_config.json, and the tokenizer's `eos_token`."""
+    ids = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        path = Path(checkpoint) / name
+        if path.is_file():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [value])
+    return frozenset(ids - {None})

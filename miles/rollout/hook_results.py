@@ -1,0 +1,117 @@
+"""What functions of the user's own must return: each check raises ValueError that names the flag and what came."""
+
+import json
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+from miles.utils.types import Sample
+
+FINISHED = frozenset((Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
+
+
+def shown(value: Any) -> str:
+    """A value and its type, as messages show them."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def samples_in(flag: str, what: str, samples: Any) -> list[Sample]:
+    """`what` (a group, a set) as a list of one or more different samples."""
+    if not isinstance(samples, list | tuple) or not samples:
+        raise ValueError(f"{flag}: {what} is {shown(samples)}; it must be a list of at least one Sample")
+    for sample in samples:
+        if not isinstance(sample, Sample):
+            raise ValueError(f"{flag}: {what} holds {shown(sample)}; it must hold Samples only")
+    if len({id(sample) for sample in samples}) != len(samples):
+        raise ValueError(f"{flag}: {what} holds one Sample object twice; each sample must be one of its own")
+    return list(samples)
+
+
+def groups_in(flag: str, groups: Any) -> list[list[Sample]]:
+    """The groups as lists."""
+    if not isinstance(groups, list | tuple):
+        raise ValueError(f"{flag} returned samples {shown(groups)}; they must be a list of groups of samples")
+    return [samples_in(flag, f"group {place}", group) for place, group in enumerate(groups)]
+
+
+def check_finished(flag: str, samples: Sequence[Sample]) -> None:
+    """Generation has ended for each, in one way or another, and each is as `check_sample` wants it."""
+    for sample in samples:
+        if sample.status not in FINISHED:
+            raise ValueError(
+                f"{flag} returned sample {sample.index} of group {sample.group_index} with status {sample.status}; it "
+                f"must be one of {', '.join(sorted(FINISHED))}"
+            )
+        check_sample(flag, sample)
+
+
+def check_sample(flag: str, sample: Sample) -> None:
+    """It agrees with itself, its reward (a float afterwards) is a finite number or None, and its metadata is JSON's."""
+    sample.validate()
+    name = f"sample {sample.index} of group {sample.group_index}"
+    reward = sample.reward.item() if hasattr(sample.reward, "item") else sample.reward  # numpy and torch scalars
+    if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
+        raise ValueError(f"{flag}: the reward of {name} is {shown(reward)}; it must be a finite number or None")
+    sample.reward = None if reward is None else float(reward)
+    try:
+        json.dumps(sample.metadata)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{flag}: the metadata of {name} must hold what JSON can, to be saved: {error}") from error
+
+
+def check_members(flag: str, groups: Sequence[Sequence[Sample]], size: int) -> None:
+    """Each group has `size` trajectories under one group_index that no other has; nor is one of them twice there."""
+    group_of: dict[int | None, int] = {}
+    trajectories: set[int | None] = set()
+    for place, group in enumerate(groups):
+        check_finished(flag, group)
+        members = {sample.trajectory for sample in group}
+        indices = {sample.group_index for sample in group}
+        if len(indices) != 1 or None in indices or None in members:
+            raise ValueError(
+                f"{flag}: the samples of group {place} have the group_index {sorted(indices, key=str)} and the index "
+                f"{sorted(members, key=str)}; a group shares one group_index, and its samples have an index"
+            )
+        if len(members) != size:
+            raise ValueError(
+                f"{flag}: group {place} has {len(members)} trajectories in {len(group)} samples; it must have "
+                f"--n-samples-per-prompt {size}"
+            )
+        if other := {group_of.setdefault(*indices, place)} - {place}:
+            raise ValueError(f"{flag}: the groups {other.pop()} and {place} share group_index {indices.pop()}")
+        if twice := members & trajectories:
+            raise ValueError(f"{flag}: trajectory {min(twice)} is in group {place} and in one before it")
+        trajectories |= members
+
+
+def metrics_in(flag: str, metrics: Any) -> dict[str, float]:
+    """Metrics as floats; None for none."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"{flag} returned metrics {shown(metrics)}; they must be a dict of numbers by name")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise ValueError(f"{flag} returned the metric {name!r}: {shown(value)}; it must be a number under a name")
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def rewards_in(flag: str, kind: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
+    """A finite number or None for each sample; `kind` is raw or shaped."""
+    values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
+    if not isinstance(values, list | tuple) or len(values) != len(samples):
+        got = f"{len(values)}" if isinstance(values, list | tuple) else shown(values)
+        raise ValueError(f"{flag} returned {got} {kind} rewards; it must return a list of {len(samples)}, one a sample")
+    for sample, value in zip(samples, values, strict=True):
+        if value is not None and not (isinstance(value, Real) and isfinite(value)):
+            raise ValueError(f"{flag}: the {kind} reward of sample {sample.index} is {shown(value)}, no finite number")
+    return [None if value is None else float(value) for value in values]
+
+
+def leaves_out(flag: str, result: Any) -> bool:
+    """Whether a log function wants Miles' own metrics left out; nothing and False are no."""
+    if result is not None and not isinstance(result, bool):
+        raise ValueError(f"{flag} returned {shown(result)}; it must return True to leave out Miles' own metrics")
+    return bool(result)
