@@ -96,6 +96,7 @@ def eval_warnings(v: Values) -> Iterator[str]:
             ("--eval-prompt-data", v.eval_prompt_data),
             ("--eval-config", v.eval_config),
             ("--eval-function-path", v.eval_function_path),
+            ("--custom-eval-rollout-log-function-path", v.custom_eval_rollout_log_function_path),
         ):
             if given:
                 yield f"{flag} is never used: --eval-interval is not given"

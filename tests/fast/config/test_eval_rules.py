@@ -126,10 +126,10 @@ def test_sets_that_are_never_used(argv, with_set):
     assert resolve(with_set({}, eval_interval=None)).warnings == expected
     given = {"eval_prompt_data": "a held_out.jsonl"}
     assert resolve(argv(**given)).warnings == ["--eval-prompt-data is never used: --eval-interval is not given"]
-    given_function = {"eval_function_path": "my_module.evaluate"}
-    assert resolve(argv(**given_function)).warnings == [
-        "--eval-function-path is never used: --eval-interval is not given"
-    ]
+    for name in ("eval_function_path", "custom_eval_rollout_log_function_path"):
+        flag = "--" + name.replace("_", "-")
+        warnings = resolve(argv(**{name: "my_module.function"})).warnings
+        assert warnings == [f"{flag} is never used: --eval-interval is not given"]
     assert resolve(argv(**given, **DISTIL)).config.eval_prompt_data == ["a", "held_out.jsonl"]
 
 
