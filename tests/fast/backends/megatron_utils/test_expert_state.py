@@ -38,6 +38,7 @@ SAVES = {
 }
 
 
+@pytest.mark.slow
 def test_sleeping_changes_no_bit(run_ranks, checkpoint, tmp_path):
     run_ranks(__file__, 2, "sleep", str(checkpoint), str(tmp_path), json.dumps(free_ports(2 * len(SLEEPS))))
     for name in SLEEPS:
