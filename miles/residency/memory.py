@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from miles.utils.host_memory import return_freed_memory
+
 PART_ALIGNMENT = 256  # of the parts of a packed buffer: what torch's own allocations have on a GPU
 ITEM_ALIGNMENT = 16  # of the largest element there is (complex128)
 PATIENCE_S = 30.0  # for another process on the device that is still letting go of its memory
@@ -200,6 +202,7 @@ class CpuMemory:
         with self._tags.transition(tag, "released"):
             for storage, _ in self._tags.storages(tag):
                 storage.resize_(0)
+            return_freed_memory()
         return self._tags.nbytes(tag)
 
     def restore(self, tag: str) -> int:

@@ -8,7 +8,6 @@ of the model (rotary tables) stay: SGLang itself copies them around a release.
 One scheduler a process: what is away is kept in this module.
 """
 
-import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -16,13 +15,14 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE,
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from miles.utils.host_memory import return_freed_memory
+
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # What a byte of a returned storage is. A float of ones only is NaN in every width: fp32, bf16, fp16, and fp8.
 FILL = {GPU_MEMORY_TYPE_WEIGHTS: 0xFF, GPU_MEMORY_TYPE_KV_CACHE: 0}
 
 _away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
-_libc = ctypes.CDLL(None)
 
 
 def register() -> None:
@@ -39,8 +39,7 @@ def release(tag: str, tensors: Iterable[torch.Tensor]) -> None:
     _away[tag] = [(storage, storage.nbytes()) for storage in _storages(tensors)]
     for storage, _ in _away[tag]:
         storage.resize_(0)
-    # Smaller blocks only go back to the C library, which keeps them.
-    _libc.malloc_trim(0)
+    return_freed_memory()
 
 
 def resume(tag: str) -> None:

@@ -324,3 +324,15 @@ def test_span_from_metadata_alone():
     assert span(buffer, buffer) == (0, 512)
     with pytest.raises(AssertionError, match="has no span"):
         span(buffer, column)
+
+
+def test_small_blocks_go_back_to_the_system_too():
+    """Of blocks like these the C library keeps the memory, behind one that is still in use."""
+    memory, blocks = CpuMemory(), 400
+    for _ in range(blocks):
+        memory.allocate(100_000, "tag").fill_(1)
+    behind = torch.ones(1000)
+    before = resident()
+    memory.release("tag")
+    assert before - resident() > 0.9 * blocks * 100_000
+    assert behind.sum() == 1000
