@@ -9,6 +9,7 @@ from typing import Any
 from miles.config.names import flag_of, nearest, negation_of
 from miles.config.run_config import RunConfig
 from miles.config.section import field_kind
+from miles.utils.errors import UserError
 
 KINDS = {name: field_kind(info) for name, info in RunConfig.model_fields.items() if name != "sglang"}
 SWITCHES = {flag_of(name): (name, True) for name, kind in KINDS.items() if kind == "bool"} | {
@@ -73,11 +74,11 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
         name, on = SWITCHES[flag]
         if values:
             given = " ".join(values)
-            raise ValueError(f"{flag} takes no value, got {given}; write {flag_of(name)} or {negation_of(name)}")
+            raise UserError(f"{flag} takes no value, got {given}; write {flag_of(name)} or {negation_of(name)}")
         line.values[name] = on
     elif flag == "--print-config":
         if values:
-            raise ValueError(f"{flag} takes no value, got {' '.join(values)}")
+            raise UserError(f"{flag} takes no value, got {' '.join(values)}")
         line.print_config = True
     elif flag == "--config":
         line.config_file = _only(flag, values)
@@ -87,22 +88,22 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
         line.sglang[flag.removeprefix("--sglang-").replace("-", "_")] = values or True
     elif flag.startswith("--no-sglang-"):
         if values:
-            raise ValueError(f"{flag} takes no value, got {' '.join(values)}")
+            raise UserError(f"{flag} takes no value, got {' '.join(values)}")
         line.sglang[flag.removeprefix("--no-sglang-").replace("-", "_")] = False
     else:
-        raise ValueError(f"{flag} is unknown{nearest(flag, KNOWN_FLAGS)}")
+        raise UserError(f"{flag} is unknown{nearest(flag, KNOWN_FLAGS)}")
 
 
 def _only(flag: str, values: list[str]) -> str:
     if len(values) != 1:
-        raise ValueError(f"{flag} takes one value, got {len(values)}{': ' if values else ''}{' '.join(values)}")
+        raise UserError(f"{flag} takes one value, got {len(values)}{': ' if values else ''}{' '.join(values)}")
     return values[0]
 
 
 def _read_values(flag: str, name: str, values: list[str]) -> Any:
     if KINDS[name] == "list":
         if not values and name not in MAY_BE_EMPTY:
-            raise ValueError(f"{flag} takes one or more values, got none")
+            raise UserError(f"{flag} takes one or more values, got none")
         return values
     text = _only(flag, values)
     return read_json_object(flag, text) if KINDS[name] == "dict" else text
@@ -113,7 +114,7 @@ def read_json_object(where: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} takes a JSON object, got {text!r}: {error}") from None
+        raise UserError(f"{where} takes a JSON object, got {text!r}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f'{where} takes a JSON object such as {{"key": 1}}, got {text!r}')
+        raise UserError(f'{where} takes a JSON object such as {{"key": 1}}, got {text!r}')
     return value

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from miles.utils.errors import UserError
+
 SLICE = re.compile(r"(.+)@\[(.*)\]")
 
 
@@ -16,7 +18,7 @@ def split_slice(path: str) -> tuple[Path, slice]:
         return Path(path), slice(None)
     bounds = re.fullmatch(r" *(-?[0-9]*) *: *(-?[0-9]*) *", match[2])
     if bounds is None or "-" in bounds.groups():
-        raise ValueError(
+        raise UserError(
             f"{path}: [{match[2]}] must be [a:b], the rows from a up to, without, b; either may be missing or be "
             "counted from the end (-100), and there is no step"
         )

@@ -16,9 +16,10 @@ from miles.config.sglang_args import check_sglang
 from miles.config.validate import validate, warn
 from miles.config.values import Values
 from miles.config.yaml_file import read_yaml
+from miles.utils.errors import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot run; `problems` has one sentence for each thing to change."""
 
     def __init__(self, problems: list[str]):

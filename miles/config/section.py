@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from miles.utils.errors import UserError
+
 FieldKind = Literal["bool", "list", "dict", "scalar"]
 
 
@@ -35,5 +37,5 @@ class Section(BaseModel):
     @classmethod
     def _true_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and base_type(cls.model_fields[info.field_name].annotation) in (int, float):
-            raise ValueError("a number is needed here, not true or false")
+            raise UserError("a number is needed here, not true or false")
         return value

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from miles.config.names import nearest
+from miles.utils.errors import UserError
 
 SET_BY_MILES = {
     "model_path": "Miles passes --hf-checkpoint",
@@ -91,24 +92,24 @@ def _convert(argument: ServerArgument, value: Any) -> Any:
     if isinstance(value, list) and argument.kind not in _LISTS.values():
         given = " ".join(map(str, value))
         if argument.kind is bool:
-            raise ValueError(f"takes no value, got {given}; --no-{_flag(argument.name)[2:]} turns it off")
+            raise UserError(f"takes no value, got {given}; --no-{_flag(argument.name)[2:]} turns it off")
         if len(value) != 1:
-            raise ValueError(f"takes one value, got {len(value)}: {given}")
+            raise UserError(f"takes one value, got {len(value)}: {given}")
         (value,) = value
     if isinstance(value, bool) and argument.kind is not bool:
-        raise ValueError("needs a value")
+        raise UserError("needs a value")
     if argument.kind is dict and isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"takes JSON, got {value!r}: {error}") from None
+            raise UserError(f"takes JSON, got {value!r}: {error}") from None
     try:
         converted = TypeAdapter(argument.kind, config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
-        raise ValueError(f"is {value!r}: {message[0].lower()}{message[1:]}") from None
+        raise UserError(f"is {value!r}: {message[0].lower()}{message[1:]}") from None
     if argument.choices and converted not in argument.choices:
-        raise ValueError(f"is {value!r}; allowed: {', '.join(map(str, argument.choices))}")
+        raise UserError(f"is {value!r}; allowed: {', '.join(map(str, argument.choices))}")
     return converted
 
 

@@ -30,6 +30,7 @@ from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.ray.train.models import TrainingModels
+from miles.utils.errors import UserError
 from miles.utils.network import port_slices
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def create_placement_groups(config: RunConfig) -> Placement:
     total = int(ray.cluster_resources().get(resource, 0))
     if total < needed:
         hint = "; without GPUs, run with --device cpu" if resource == "GPU" and total == 0 else ""
-        raise ValueError(
+        raise UserError(
             f"the layout needs {needed} {resource}s ({_explain(config)}), the Ray cluster has {total}: "
             f"lower --actor-num-gpus-per-node or --rollout-num-gpus, or add machines{hint}"
         )
@@ -98,7 +99,7 @@ def create_placement_groups(config: RunConfig) -> Placement:
     if not group.wait(PLACEMENT_TIMEOUT_S):
         free = ray.available_resources()
         remove_placement_group(group)
-        raise ValueError(
+        raise UserError(
             f"{needed} bundles of {bundle} could not be reserved within {PLACEMENT_TIMEOUT_S:.0f} s: free now are "
             f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs; another job may hold the rest"
         )
@@ -131,7 +132,7 @@ def assign(config: RunConfig, bundles: tuple[Bundle, ...]) -> tuple[tuple[Bundle
     engines = [trainer[rank * size : (rank + 1) * size] for rank in range(shared)] + alone
     if len(alone) < own or any(len({bundle.node_ip for bundle in engine}) > 1 for engine in engines):
         counts = ", ".join(f"{sum(b.node_ip == ip for b in bundles)} on {ip}" for ip in by_node)
-        raise ValueError(
+        raise UserError(
             f"an engine would span nodes: each needs {size} GPUs of one node (--rollout-num-gpus-per-engine), and the "
             f"reserved ones are {counts}; choose a size that fits"
         )

@@ -19,6 +19,7 @@ from miles.residency.filesystem import IN_MEMORY, filesystem_of
 from miles.residency.host_store import check_flat
 from miles.residency.pinned import HostBuffer
 from miles.residency.plan import Place
+from miles.utils.errors import UserError
 
 BLOCK = 4096  # what O_DIRECT wants addresses, offsets and sizes to be a multiple of
 SLOTS = 4  # pieces under way at once: one on its way to or from the device, the others in the disk's queue
@@ -192,7 +193,7 @@ def prepare_folder(folder: Path) -> None:
     """Make a folder for the trainer's bytes. Raises ValueError where it is in memory or can't be made."""
     filesystem = filesystem_of(folder)
     if filesystem in IN_MEMORY:
-        raise ValueError(
+        raise UserError(
             f"the folder for the trainer's memory on disk, {folder}, is in memory ({filesystem}): what is written "
             "there stays on the host. Set --offload-train-disk-dir to a folder on a local disk, or use "
             "--offload-train-target cpu without --stream-optimizer-state-to-disk"
@@ -200,7 +201,7 @@ def prepare_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"the folder for the trainer's memory on disk, {folder}, can't be made ({error.strerror}): set "
             "--offload-train-disk-dir to one that can be written to"
         ) from error
@@ -225,7 +226,7 @@ def set_aside(folder: str, nbytes: int, what: str, other_remedy: str) -> DiskFil
     except OSError as error:
         if file is not None:
             file.file.close()
-        raise ValueError(
+        raise UserError(
             f"{what} can't be set aside in {folder} ({error.strerror}), which has "
             f"{shutil.disk_usage(folder).free:,} bytes free: choose a folder with more room "
             f"(--offload-train-disk-dir), or {other_remedy}"

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from miles.utils.errors import UserError
 from miles.utils.host_memory import return_freed_memory
 
 PART_ALIGNMENT = 256  # of the parts of a packed buffer: what torch's own allocations have on a GPU
@@ -63,7 +64,7 @@ def device_memory(device: str, margin_bytes: int) -> DeviceMemory:
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         setting = os.environ.get(variable, "")
         if "expandable_segments:True" in setting:
-            raise ValueError(
+            raise UserError(
                 f"{variable}={setting}: memory of expandable segments can't leave the GPU. Remove "
                 "expandable_segments:True, or keep the trainer on the GPU with --no-offload-train"
             )

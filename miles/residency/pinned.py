@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from miles.utils.errors import UserError
+
 PREFAULT_PIECE = 256 * 2**20
 
 
@@ -28,7 +30,7 @@ class HostBuffer:
         try:
             memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise ValueError(_shortage(nbytes, free_host_bytes(), f"{error.strerror}; {remedy}")) from error
+            raise UserError(_shortage(nbytes, free_host_bytes(), f"{error.strerror}; {remedy}")) from error
         with contextlib.suppress(OSError):  # a kernel without huge pages; they only make faults and pinning faster
             memory.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
@@ -66,7 +68,7 @@ def _pin(tensor: torch.Tensor, remedy: str) -> None:
         # The runtime reports the error once more at the next launch: let that be this one.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
-        raise ValueError(
+        raise UserError(
             f"pinning {len(tensor):,} bytes of host memory failed ({code}), {free_host_bytes():,} are free: raise the "
             f"limit of locked memory (ulimit -l unlimited, docker run --ulimit memlock=-1), or {remedy}"
         )
@@ -75,7 +77,7 @@ def _pin(tensor: torch.Tensor, remedy: str) -> None:
 def _check_free(nbytes: int, total: int, remedy: str) -> None:
     free = free_host_bytes()
     if nbytes > free:
-        raise ValueError(_shortage(total, free, remedy))
+        raise UserError(_shortage(total, free, remedy))
 
 
 def _shortage(nbytes: int, free: int, remedy: str) -> str:

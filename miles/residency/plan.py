@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from miles.utils.errors import UserError
+
 
 class Party(StrEnum):
     """Who owns memory on the shared GPUs."""
@@ -186,7 +188,7 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
         ValueError: the policy is illegal; the message is its problems.
     """
     if problems := policy.problems():
-        raise ValueError("; ".join(problems))
+        raise UserError("; ".join(problems))
     overlap_on_gpu = policy.peak_device == "gpu"
     pools_leave = _engine_leaves(policy, Region.CUDA_GRAPH, Region.KV_CACHE)
     weights_leave = _engine_leaves(policy, Region.WEIGHTS)

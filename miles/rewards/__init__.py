@@ -29,6 +29,7 @@ from miles.rewards.reasoning_gym import check_installed as check_reasoning_gym
 from miles.rewards.reasoning_gym import reasoning_gym_reward
 from miles.rewards.remote_rm import remote_reward
 from miles.rewards.sandbox import check_sandbox
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -86,14 +87,14 @@ def load_reward(config: RunConfig) -> RewardFunction:
     if config.use_opd and not has_reward(config):
         return _no_reward
     if (config.rm_type is None) == (config.custom_rm_path is None):
-        raise ValueError(f"give exactly one of --rm-type ({', '.join(BUILT_IN)}) and --custom-rm-path (a dotted path)")
+        raise UserError(f"give exactly one of --rm-type ({', '.join(BUILT_IN)}) and --custom-rm-path (a dotted path)")
     if config.custom_rm_path is not None:
         load = load_custom_group_reward if config.group_rm else load_custom_reward
         return load(config.custom_rm_path)
     if config.label_key is None and config.rm_type not in WITHOUT_LABEL:
-        raise ValueError(f"--rm-type {config.rm_type} compares with labels: name their column with --label-key")
+        raise UserError(f"--rm-type {config.rm_type} compares with labels: name their column with --label-key")
     if config.rm_type == "remote_rm" and config.rm_url is None:
-        raise ValueError("--rm-type remote_rm needs --rm-url, the address of its service")
+        raise UserError("--rm-type remote_rm needs --rm-url, the address of its service")
     check_built_in(config.rm_type)
     return _built_in_reward
 
@@ -154,9 +155,9 @@ async def _built_in_reward(config: RunConfig, sample: Sample) -> Any:
     chosen = sample.metadata.get("rm_type")
     name = config.rm_type if chosen is None else chosen
     if name not in BUILT_IN:
-        raise ValueError(f"metadata names the reward {name!r}; it must be one of {', '.join(BUILT_IN)}")
+        raise UserError(f"metadata names the reward {name!r}; it must be one of {', '.join(BUILT_IN)}")
     if sample.label is None and name not in WITHOUT_LABEL:
-        raise ValueError(f"the reward {name} compares with a label, and the sample has none")
+        raise UserError(f"the reward {name} compares with a label, and the sample has none")
     return await BUILT_IN[name](config, sample)
 
 
@@ -200,7 +201,7 @@ def _as_float(value: Any, key: str | None, flag: str) -> float | None:
     if isinstance(value, dict):
         if key not in value:
             given = "is not given" if key is None else f"names {key!r}"
-            raise ValueError(f"the reward is a dict with {', '.join(map(repr, value))}, and {flag} {given}")
+            raise UserError(f"the reward is a dict with {', '.join(map(repr, value))}, and {flag} {given}")
         value = value[key]
     if value is None:
         return None

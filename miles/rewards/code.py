@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from miles.config import RunConfig
 from miles.rewards.answers import after_thinking
 from miles.rewards.sandbox import SPARE_OUTPUT, WALL_S, Confined, SandboxError, check_sandbox, run_program
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 LONGEST_MESSAGE = 1 << 20  # bytes of one call, or of its answer
@@ -108,27 +109,27 @@ def read_tests(label: str) -> Tests:
     try:
         given = json.loads(label)
     except ValueError as error:
-        raise ValueError(f"the label {start!r} of the reward code is not JSON ({error}); give {_KINDS}") from error
+        raise UserError(f"the label {start!r} of the reward code is not JSON ({error}); give {_KINDS}") from error
     keys = set(given) if isinstance(given, dict) else None
     if keys == {"tests"} and isinstance(given["tests"], str):
         try:
             ast.parse(given["tests"])
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the tests in the label {start!r} are no Python: {error}") from error
+            raise UserError(f"the tests in the label {start!r} are no Python: {error}") from error
         return Tests(code=given["tests"])
     if keys not in ({"inputs", "outputs"}, {"fn_name", "inputs", "outputs"}):
-        raise ValueError(f"the label {start!r} of the reward code must be one of {_KINDS}")
+        raise UserError(f"the label {start!r} of the reward code must be one of {_KINDS}")
     pairs = [given["inputs"], given["outputs"]]
     if not all(isinstance(part, list) for part in pairs) or not len(pairs[0]) == len(pairs[1]) > 0:
-        raise ValueError(f"the label {start!r} of the reward code must have as many inputs as outputs, as lists")
+        raise UserError(f"the label {start!r} of the reward code must have as many inputs as outputs, as lists")
     inputs, outputs = pairs
     if "fn_name" not in given:
         if not all(isinstance(text, str) for text in inputs + outputs):
-            raise ValueError(f"the label {start!r} has no fn_name: its inputs and outputs must be texts then")
+            raise UserError(f"the label {start!r} has no fn_name: its inputs and outputs must be texts then")
         return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
     name = given["fn_name"]
     if not isinstance(name, str) or not name.isidentifier() or not all(isinstance(each, list) for each in inputs):
-        raise ValueError(f"the label {start!r} needs the name of a function as fn_name, and each input a list")
+        raise UserError(f"the label {start!r} needs the name of a function as fn_name, and each input a list")
     cases = json.dumps(list(zip(inputs, outputs, strict=True)))
     return Tests(code=_CALL_TESTS.format(cases=cases, name=name))
 
@@ -158,7 +159,7 @@ def _passes_code(program: str, code: str, deadline: float) -> bool:
             if not request.startswith(b'{"call":'):
                 result = json.loads(request)
                 if result["passed"] and result["calls"] == 0:
-                    raise ValueError("the tests in the label pass without a call of the program")
+                    raise UserError("the tests in the label pass without a call of the program")
                 return result["passed"]
             if not _send(solution, request):
                 return False

@@ -13,6 +13,7 @@ import re
 
 from miles.config import RunConfig
 from miles.rewards.answers import last_box
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 TAIL = 300  # characters
@@ -38,7 +39,7 @@ async def dapo_reward(config: RunConfig, sample: Sample) -> dict[str, float | st
     """
     label = normalize(sample.label)
     if not label:
-        raise ValueError(f"nothing is left of the label {sample.label!r} once it is normalised")
+        raise UserError(f"nothing is left of the label {sample.label!r} once it is normalised")
     answers = _ANSWER.findall(sample.response[-TAIL:])
     answer = normalize(answers[-1]) if answers else ""
     right = answer == label

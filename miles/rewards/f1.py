@@ -12,6 +12,7 @@ import unicodedata
 from collections import Counter
 
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -29,7 +30,7 @@ async def f1_reward(config: RunConfig, sample: Sample) -> float:
     """
     label, response = normalize(sample.label), normalize(sample.response)
     if not label:
-        raise ValueError(f"the label {sample.label!r} has no words besides articles")
+        raise UserError(f"the label {sample.label!r} has no words besides articles")
     if label in _CLOSED or response in _CLOSED:
         return float(label == response)
     right, given = label.split(), response.split()

@@ -12,6 +12,7 @@ import re
 
 from miles.config import RunConfig
 from miles.rewards.answers import after_thinking, last_box
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 _LETTER = r"(?:[*_`$\s]|\\text\s*\{|\\mathrm\s*\{|\\textbf\s*\{)*[(\[]?([A-Za-z])[)\]]?"
@@ -29,7 +30,7 @@ async def gpqa_reward(config: RunConfig, sample: Sample) -> float:
     """
     label = _ALONE.fullmatch(sample.label.strip())
     if label is None:
-        raise ValueError(f"the label {sample.label!r} is not the letter of a choice, such as B")
+        raise UserError(f"the label {sample.label!r} is not the letter of a choice, such as B")
     return float(find_choice(sample.response) == label.group(1).upper())
 
 

@@ -13,6 +13,7 @@ import sys
 
 from miles.config import RunConfig
 from miles.rewards.worker_pool import WorkerEnded, WorkerPool
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 TIME_LIMIT_S = 5.0
@@ -25,7 +26,7 @@ class MathTimeout(Exception):
 def check_installed() -> None:
     """Raise ValueError if math-verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("--rm-type math needs the package math-verify: pip install math-verify")
+        raise UserError("--rm-type math needs the package math-verify: pip install math-verify")
 
 
 async def math_reward(config: RunConfig, sample: Sample) -> float:
@@ -75,5 +76,5 @@ class MathPool(WorkerPool):
                 raise MathTimeout(f"took more than {limit}, label {label!r}") from ended
             raise RuntimeError(f"the math worker ended with status {ended.status}, label {label!r}") from ended
         if "error" in result:
-            raise ValueError(result["error"])
+            raise UserError(result["error"])
         return result["reward"]

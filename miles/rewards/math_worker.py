@@ -24,6 +24,8 @@ import sys
 
 from math_verify import LatexExtractionConfig, parse, verify
 
+from miles.utils.errors import UserError
+
 MEMORY_LIMIT_BYTES = 4 << 30
 # Characters. Parsing takes time with the square of the length; a model that rambles must not run into the time limit.
 LONGEST_BOX = 1000
@@ -80,7 +82,7 @@ def read_label(label: str) -> list:
     bare = not any(mark in label for mark in (r"\boxed", "$", r"\(", r"\["))
     gold = _read_formula(label) if bare else _read_latex(label)
     if not gold or not verify(gold, gold, timeout_seconds=None):
-        raise ValueError(f"the label {label!r} can't be read as mathematics")
+        raise UserError(f"the label {label!r} can't be read as mathematics")
     return gold
 
 

@@ -15,6 +15,7 @@ from miles.config import RunConfig
 from miles.rewards.answers import after_thinking
 from miles.rewards.sandbox import MEMORY_BYTES, WALL_S, check_sandbox
 from miles.rewards.worker_pool import WorkerPool
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 CPU_S = 5
@@ -25,7 +26,7 @@ _WORKER = Path(__file__).with_name("reasoning_gym_worker.py")
 def check_installed() -> None:
     """Raise ValueError if reasoning-gym is missing, or can't be locked in here."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("--rm-type reasoning_gym needs the package reasoning-gym: pip install reasoning-gym==0.1.25")
+        raise UserError("--rm-type reasoning_gym needs the package reasoning-gym: pip install reasoning-gym==0.1.25")
     check_sandbox()
 
 
@@ -38,14 +39,14 @@ async def reasoning_gym_reward(config: RunConfig, sample: Sample) -> float:
     """
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict) or "source_dataset" not in (entry.get("metadata") or {}):
-        raise ValueError(
+        raise UserError(
             "the reward reasoning_gym needs the entry of a task in metadata['entry'], as rows have that `python -m "
             "miles.tools.make_prompts --task rg:NAME` writes; the metadata has "
             f"{', '.join(map(repr, sample.metadata)) or 'nothing'}"
         )
     result = await _pool().answer({"entry": entry, "answer": find_answer(sample.response)})
     if "error" in result:
-        raise ValueError(f"task {entry['metadata']['source_dataset']}: {result['error']}")
+        raise UserError(f"task {entry['metadata']['source_dataset']}: {result['error']}")
     return result["score"]
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 BACKOFF_S = 0.5
@@ -38,7 +39,7 @@ async def remote_reward(config: RunConfig, sample: Sample) -> Any:
         over 1 MiB.
     """
     if config.rm_url is None:
-        raise ValueError("the reward remote_rm needs --rm-url, the address of its service")
+        raise UserError("the reward remote_rm needs --rm-url, the address of its service")
     loop = asyncio.get_running_loop()
     slots = _slots.setdefault(loop, asyncio.Semaphore(config.rm_max_concurrency))
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}

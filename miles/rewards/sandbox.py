@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from miles.utils.errors import UserError
+
 CPU_S = 10
 WALL_S = 60.0
 MEMORY_BYTES = 1 << 30
@@ -165,12 +167,12 @@ def check_sandbox() -> None:
     try:
         leaks = run_program(_PROBE, "", SPARE_OUTPUT, time.monotonic() + WALL_S)
     except SandboxError as error:
-        raise ValueError(
+        raise UserError(
             f"this reward runs what the model wrote in a sandbox, and that can't be had here ({error}); it needs "
             "Linux 5.13 or later on x86-64, with Landlock and seccomp"
         ) from error
     if leaks != "done\n":
-        raise ValueError(f"the sandbox of the rewards does not hold here: it let through {leaks!r}")
+        raise UserError(f"the sandbox of the rewards does not hold here: it let through {leaks!r}")
 
 
 def _threads(pid: int) -> int:

@@ -17,6 +17,7 @@ from miles.rollout.data_order import epoch_order, prompts_per_epoch
 from miles.rollout.prompt_file import ROWS_AT_ONCE, BadRow, Problems, Row, open_prompt_file
 from miles.rollout.prompt_format import PromptFormat
 from miles.utils.dotted_path import load_class, named_errors
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -71,13 +72,13 @@ class PromptDataset:
         if self.too_long:
             left_out = f"prompts of more than {max_prompt_len} tokens; the first, {too_long}"
             if not self._keys:
-                raise ValueError(
+                raise UserError(
                     f"{self.name} has only {left_out}: raise --rollout-max-prompt-len and --rollout-max-context-len "
                     "(of an evaluation set --eval-max-prompt-len and --eval-max-context-len), or give other prompts"
                 )
             logger.warning("%s: left out %d of %d %s", self.name, self.too_long, len(self) + self.too_long, left_out)
         if not self._keys:
-            raise ValueError(f"prompt file {self.name} has no rows")
+            raise UserError(f"prompt file {self.name} has no rows")
 
     @classmethod
     def from_config(
@@ -188,7 +189,7 @@ class RolloutDataSource(DataSource):
         self._weights = config.prompt_data_weights
         for path, count in zip(config.prompt_data, prompts_per_epoch(self._sizes, self._weights), strict=True):
             if count == 0:
-                raise ValueError(
+                raise UserError(
                     f"--prompt-data-weights: {path} gets none of the {len(self)} prompts of an epoch; "
                     "raise its weight, or leave it out"
                 )
@@ -268,7 +269,7 @@ class RolloutDataSource(DataSource):
             not what the position was saved for. A file may have moved.
         """
         if differences := list(_differences(state["data"], self._fingerprint)):
-            raise ValueError(
+            raise UserError(
                 f"the saved position belongs to other data: {'; '.join(differences)}. Give what was given then, or "
                 "start without loading"
             )
@@ -320,19 +321,19 @@ def take_groups(config: RunConfig, data: DataSource, num_groups: int) -> list[li
     name = f"{type(data).__name__}.get_samples"
     sizes = [len(group) for group in groups]
     if sizes != [config.n_samples_per_prompt] * num_groups:
-        raise ValueError(
+        raise UserError(
             f"{name}({num_groups}) returned groups of {sizes} samples; it must return {num_groups} groups of "
             f"--n-samples-per-prompt {config.n_samples_per_prompt}"
         )
     for group in groups:
         for sample in group:
             if sample.status is not Sample.Status.PENDING or not sample.tokens or sample.index is None:
-                raise ValueError(
+                raise UserError(
                     f"{name} returned a sample with index {sample.index}, {len(sample.tokens)} tokens and status "
                     f"{sample.status}; it must have an index and the prompt's tokens, and be pending"
                 )
         if len({sample.group_index for sample in group} - {None}) != 1 or group[0].group_index is None:
-            raise ValueError(f"{name}: the samples of a group must share one group_index of their own")
+            raise UserError(f"{name}: the samples of a group must share one group_index of their own")
     if len({group[0].group_index for group in groups}) != num_groups:
-        raise ValueError(f"{name}: two groups have one group_index; each group needs one of its own in the whole run")
+        raise UserError(f"{name}: two groups have one group_index; each group needs one of its own in the whole run")
     return groups

@@ -11,6 +11,7 @@ from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
 from miles.rollout.answers import UnusableAnswer, end_token_ids, extend, read_answer
 from miles.rollout.slots import NoServerLeft, Slots
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class EnginePool:
         for sample, given in zip(samples, parameters, strict=True):
             sample.validate()
             if sample.response_length and sample.rollout_log_probs is None:
-                raise ValueError(
+                raise UserError(
                     f"sample {sample.index} has a response without rollout_log_probs: it can't be continued"
                 )
             if given["max_new_tokens"] < 1:

@@ -10,6 +10,7 @@ from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.rollout.data_source import PromptDataset
 from miles.rollout.generate import Sampling
 from miles.rollout.prompt_format import PromptFormat
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -52,7 +53,7 @@ def load_eval_sets(config: RunConfig, tokenizer: Any) -> list[EvalSet]:
     """
     entries, problems = eval_set_configs(config.eval_prompt_data, config.eval_config)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise UserError("; ".join(problems))
     return [_load(config, tokenizer, entry) for entry in entries]
 
 

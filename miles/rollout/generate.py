@@ -7,6 +7,7 @@ from typing import Any
 
 from miles.config import RunConfig
 from miles.rollout import engine_pool
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -62,7 +63,7 @@ class Sampling:
         if self.max_context_len is not None:
             room = min(room, self.max_context_len - len(sample.tokens))
         if room < 1 and sample.response_length == 0:
-            raise ValueError(
+            raise UserError(
                 f"sample {sample.index}: its prompt of {len(sample.tokens)} tokens leaves no room for a response "
                 f"within {self.max_context_len} tokens (--rollout-max-context-len, --eval-max-context-len)"
             )

@@ -15,6 +15,7 @@ from miles.rollout.hooks import Hooks, generate_pieces
 from miles.rollout.progress import Progress
 from miles.rollout.sample_buffer import ASKED, Group, as_asked, trajectories
 from miles.rollout.teacher import Teacher
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ def mask_older_versions(sample: Sample) -> None:
     if len(set(versions)) < 2:
         return
     if len(sample.weight_version_lengths) != len(versions):
-        raise ValueError(
+        raise UserError(
             f"--mask-offpolicy-in-partial-rollout: sample {sample.index} has weight_versions {', '.join(versions)} and "
             "no weight_version_lengths, which say what each wrote; --custom-generate-function-path must set them, too"
         )

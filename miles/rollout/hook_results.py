@@ -6,6 +6,7 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 FINISHED = frozenset((Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
@@ -20,19 +21,19 @@ def shown(value: Any) -> str:
 def samples_in(flag: str, what: str, samples: Any) -> list[Sample]:
     """`what` (a group, a set) as a list of one or more different samples."""
     if not isinstance(samples, list | tuple) or not samples:
-        raise ValueError(f"{flag}: {what} is {shown(samples)}; it must be a list of at least one Sample")
+        raise UserError(f"{flag}: {what} is {shown(samples)}; it must be a list of at least one Sample")
     for sample in samples:
         if not isinstance(sample, Sample):
-            raise ValueError(f"{flag}: {what} holds {shown(sample)}; it must hold Samples only")
+            raise UserError(f"{flag}: {what} holds {shown(sample)}; it must hold Samples only")
     if len({id(sample) for sample in samples}) != len(samples):
-        raise ValueError(f"{flag}: {what} holds one Sample object twice; each sample must be one of its own")
+        raise UserError(f"{flag}: {what} holds one Sample object twice; each sample must be one of its own")
     return list(samples)
 
 
 def groups_in(flag: str, groups: Any) -> list[list[Sample]]:
     """The groups as lists."""
     if not isinstance(groups, list | tuple):
-        raise ValueError(f"{flag} returned samples {shown(groups)}; they must be a list of groups of samples")
+        raise UserError(f"{flag} returned samples {shown(groups)}; they must be a list of groups of samples")
     return [samples_in(flag, f"group {place}", group) for place, group in enumerate(groups)]
 
 
@@ -40,7 +41,7 @@ def check_finished(flag: str, samples: Sequence[Sample]) -> None:
     """Generation has ended for each, in one way or another, and each is as `check_sample` wants it."""
     for sample in samples:
         if sample.status not in FINISHED:
-            raise ValueError(
+            raise UserError(
                 f"{flag} returned sample {sample.index} of group {sample.group_index} with status {sample.status}; it "
                 f"must be one of {', '.join(sorted(FINISHED))}"
             )
@@ -53,12 +54,12 @@ def check_sample(flag: str, sample: Sample) -> None:
     name = f"sample {sample.index} of group {sample.group_index}"
     reward = sample.reward.item() if hasattr(sample.reward, "item") else sample.reward  # numpy and torch scalars
     if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
-        raise ValueError(f"{flag}: the reward of {name} is {shown(reward)}; it must be a finite number or None")
+        raise UserError(f"{flag}: the reward of {name} is {shown(reward)}; it must be a finite number or None")
     sample.reward = None if reward is None else float(reward)
     try:
         json.dumps(sample.metadata)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{flag}: the metadata of {name} must hold what JSON can, to be saved: {error}") from error
+        raise UserError(f"{flag}: the metadata of {name} must hold what JSON can, to be saved: {error}") from error
 
 
 def check_members(flag: str, groups: Sequence[Sequence[Sample]], size: int) -> None:
@@ -70,19 +71,19 @@ def check_members(flag: str, groups: Sequence[Sequence[Sample]], size: int) -> N
         members = {sample.trajectory for sample in group}
         indices = {sample.group_index for sample in group}
         if len(indices) != 1 or None in indices or None in members:
-            raise ValueError(
+            raise UserError(
                 f"{flag}: the samples of group {place} have the group_index {sorted(indices, key=str)} and the index "
                 f"{sorted(members, key=str)}; a group shares one group_index, and its samples have an index"
             )
         if len(members) != size:
-            raise ValueError(
+            raise UserError(
                 f"{flag}: group {place} has {len(members)} trajectories in {len(group)} samples; it must have "
                 f"--n-samples-per-prompt {size}"
             )
         if other := {group_of.setdefault(*indices, place)} - {place}:
-            raise ValueError(f"{flag}: the groups {other.pop()} and {place} share group_index {indices.pop()}")
+            raise UserError(f"{flag}: the groups {other.pop()} and {place} share group_index {indices.pop()}")
         if twice := members & trajectories:
-            raise ValueError(f"{flag}: trajectory {min(twice)} is in group {place} and in one before it")
+            raise UserError(f"{flag}: trajectory {min(twice)} is in group {place} and in one before it")
         trajectories |= members
 
 
@@ -91,10 +92,10 @@ def metrics_in(flag: str, metrics: Any) -> dict[str, float]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"{flag} returned metrics {shown(metrics)}; they must be a dict of numbers by name")
+        raise UserError(f"{flag} returned metrics {shown(metrics)}; they must be a dict of numbers by name")
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, Real):
-            raise ValueError(f"{flag} returned the metric {name!r}: {shown(value)}; it must be a number under a name")
+            raise UserError(f"{flag} returned the metric {name!r}: {shown(value)}; it must be a number under a name")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -103,15 +104,15 @@ def rewards_in(flag: str, kind: str, values: Any, samples: Sequence[Sample]) -> 
     values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
     if not isinstance(values, list | tuple) or len(values) != len(samples):
         got = f"{len(values)}" if isinstance(values, list | tuple) else shown(values)
-        raise ValueError(f"{flag} returned {got} {kind} rewards; it must return a list of {len(samples)}, one a sample")
+        raise UserError(f"{flag} returned {got} {kind} rewards; it must return a list of {len(samples)}, one a sample")
     for sample, value in zip(samples, values, strict=True):
         if value is not None and not (isinstance(value, Real) and isfinite(value)):
-            raise ValueError(f"{flag}: the {kind} reward of sample {sample.index} is {shown(value)}, no finite number")
+            raise UserError(f"{flag}: the {kind} reward of sample {sample.index} is {shown(value)}, no finite number")
     return [None if value is None else float(value) for value in values]
 
 
 def leaves_out(flag: str, result: Any) -> bool:
     """Whether a log function wants Miles' own metrics left out; nothing and False are no."""
     if result is not None and not isinstance(result, bool):
-        raise ValueError(f"{flag} returned {shown(result)}; it must return True to leave out Miles' own metrics")
+        raise UserError(f"{flag} returned {shown(result)}; it must return True to leave out Miles' own metrics")
     return bool(result)

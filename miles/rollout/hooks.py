@@ -31,6 +31,7 @@ from miles.training.advantages import counted_rewards, shape_rewards
 from miles.training.batch import TrainBatch
 from miles.training.data_postprocess import load_data_postprocess
 from miles.utils.dotted_path import load_function, named_errors
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 Groups = list[list[Sample]]
@@ -134,12 +135,12 @@ async def run_rollout(hooks: Hooks, config: RunConfig, rollout_id: int, data_sou
     if isinstance(result, list | tuple):
         result = RolloutFnTrainOutput(result)
     if not isinstance(result, RolloutFnTrainOutput):
-        raise ValueError(
+        raise UserError(
             f"{flag} returned {shown(result)}; it must return a RolloutFnTrainOutput, or a list of groups of samples"
         )
     groups = groups_in(flag, result.samples)
     if len(groups) != config.rollout_batch_size:
-        raise ValueError(
+        raise UserError(
             f"{flag} returned {len(groups)} groups; it must return --rollout-batch-size {config.rollout_batch_size}"
         )
     check_members(flag, groups, config.n_samples_per_prompt)
@@ -155,9 +156,9 @@ async def run_eval(hooks: Hooks, config: RunConfig, rollout_id: int, data_source
     flag = flag_of("eval_function_path")
     result = await _whole(flag, hooks.eval, config, rollout_id, data_source, evaluation=True)
     if not isinstance(result, RolloutFnEvalOutput):
-        raise ValueError(f"{flag} returned {shown(result)}; it must return a RolloutFnEvalOutput")
+        raise UserError(f"{flag} returned {shown(result)}; it must return a RolloutFnEvalOutput")
     if not isinstance(result.data, Mapping):
-        raise ValueError(f"{flag} returned data {shown(result.data)}; it must be a dict of lists of samples by name")
+        raise UserError(f"{flag} returned data {shown(result.data)}; it must be a dict of lists of samples by name")
     data = {}
     for name, samples in result.data.items():
         data[name] = samples_in(flag, f"evaluation set {name!r}", samples)
@@ -195,7 +196,7 @@ async def generate_pieces(
         if len(pieces) > 1:
             piece.rollout_id = trajectory
         if piece.status is Sample.Status.PENDING:
-            raise ValueError(f"{flag} left sample {sample.index} pending; it must set status to how generation ended")
+            raise UserError(f"{flag} left sample {sample.index} pending; it must set status to how generation ended")
         check_sample(flag, piece)
     return pieces
 
@@ -214,7 +215,7 @@ def keep_group(hooks: Hooks, config: RunConfig, group: Sequence[Sample]) -> Dyna
     keep, reason = (result.keep, result.reason) if isinstance(result, DynamicFilterOutput) else (result, None)
     keep = keep.item() if hasattr(keep, "item") else keep  # numpy and torch scalars
     if not isinstance(keep, bool):
-        raise ValueError(
+        raise UserError(
             f"{flag} returned {shown(result)}; it must return a DynamicFilterOutput, or True to keep the group"
         )
     return DynamicFilterOutput(keep, reason)
@@ -239,17 +240,17 @@ def take_from_buffer(
     with named_errors(flag):
         result = hooks.buffer_filter(config, rollout_id, buffer, num_groups)
     if not isinstance(result, list | tuple):
-        raise ValueError(f"{flag} returned {shown(result)}; it must return a list of groups of the buffer")
+        raise UserError(f"{flag} returned {shown(result)}; it must return a list of groups of the buffer")
     known, left, taken = ({id(group) for group in groups} for groups in (before, buffer, result))
     for name, groups, allowed in (("returned", result, known - left), ("left in the buffer", buffer, known)):
         ids = [id(group) for group in groups]
         if len(set(ids)) != len(ids) or not set(ids) <= allowed:
-            raise ValueError(
+            raise UserError(
                 f"{flag} {name} a group twice, one that it made itself, or one that is also elsewhere; each group must "
                 "either stay in the buffer or be removed from it and returned"
             )
     if len(result) > num_groups:
-        raise ValueError(f"{flag} returned {len(result)} groups; it was asked for at most {num_groups}")
+        raise UserError(f"{flag} returned {len(result)} groups; it was asked for at most {num_groups}")
     return list(result), [group for group in before if id(group) not in left | taken]
 
 
@@ -268,7 +269,7 @@ def filter_samples(hooks: Hooks, config: RunConfig, groups: Sequence[Sequence[Sa
     with named_errors(flag):
         result = hooks.sample_filter(config, [list(group) for group in groups])
     if result is not None:
-        raise ValueError(
+        raise UserError(
             f"{flag} returned {shown(result)}; it must return nothing, and set "
             "remove_sample of the samples that are not to be trained on"
         )
@@ -304,12 +305,12 @@ def shaped_rewards(
     with named_errors(flag):
         result = hooks.reward_post_process(config, list(samples))
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise ValueError(f"{flag} returned {shown(result)}; it must return two lists: raw and shaped rewards")
+        raise UserError(f"{flag} returned {shown(result)}; it must return two lists: raw and shaped rewards")
     raw, shaped = (
         rewards_in(flag, kind, values, samples) for kind, values in zip(("raw", "shaped"), result, strict=True)
     )
     if None in shaped:
-        raise ValueError(f"{flag}: shaped reward {shaped.index(None)} is None; each sample needs a finite number")
+        raise UserError(f"{flag}: shaped reward {shaped.index(None)} is None; each sample needs a finite number")
     return raw, shaped
 
 
@@ -330,7 +331,7 @@ def train_batch(
     """
     if rewards is not None and any(sample.rollout_log_probs is None for sample in samples):
         missing = [sample.index for sample in samples if sample.rollout_log_probs is None]
-        raise ValueError(
+        raise UserError(
             f"{len(missing)} of {len(samples)} samples have no rollout_log_probs, sample {missing[0]} first: what "
             "generates a sample must set them, one a response token"
         )

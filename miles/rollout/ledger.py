@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
 
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -45,7 +46,7 @@ class Ledger:
         """
         index = group[0].group_index
         if index in self._open:
-            raise ValueError(
+            raise UserError(
                 f"the data source handed out group_index {index} twice; each group must have one of its own"
             )
         self._open.add(index)

@@ -12,6 +12,7 @@ import numpy as np
 from miles.rollout.generate_hub.tool_calls import tool_metrics
 from miles.rollout.pass_at_k import mean_pass_at_k
 from miles.training.advantages import counted_rewards
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -26,7 +27,7 @@ def rollout_metrics(
         raw: the reward of each before that, None where it has none that counts. Unset: the samples' own.
     """
     if not samples:
-        raise ValueError("a rollout without samples has no metrics")
+        raise UserError("a rollout without samples has no metrics")
     metrics = {
         **_response_lengths("rollout/response_len", samples),
         "rollout/total_lengths": float(np.mean([len(sample.tokens) for sample in samples])),
@@ -55,7 +56,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], *, pass_rates: bool = Fal
         pass_rates: also pass@k, of the samples that share a group_index.
     """
     if not samples:
-        raise ValueError(f"evaluation {name!r} has no samples")
+        raise UserError(f"evaluation {name!r} has no samples")
     chosen = _one_a_trajectory(samples)
     rewards = [sample.reward for sample in chosen]
     metrics = {

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from miles.utils.errors import UserError
+
 SHOWN_PROBLEMS = 10
 ROWS_AT_ONCE = 64
 
@@ -54,7 +56,7 @@ class Problems:
         if self.count:
             rest = self.count - SHOWN_PROBLEMS
             more = f"\n  ... and {rest} more" if rest > 0 else ""
-            raise ValueError(
+            raise UserError(
                 f"{self._path}: {self.count} unusable row(s); correct or remove them:{''.join(self._shown)}{more}"
             )
 
@@ -136,14 +138,14 @@ class ParquetFile(_PromptFile):
         try:
             self._parquet = pyarrow.parquet.ParquetFile(self._file)
         except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"prompt file {path} is not a parquet file: {error}") from error
+            raise UserError(f"prompt file {path} is not a parquet file: {error}") from error
         names = self._parquet.schema_arrow.names
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ValueError(f"prompt file {path}: column(s) present twice: {', '.join(map(repr, repeated))}")
+            raise UserError(f"prompt file {path}: column(s) present twice: {', '.join(map(repr, repeated))}")
         self._columns = [name for name in names if name in columns]
         if not self._columns:
-            raise ValueError(
+            raise UserError(
                 f"prompt file {path} has none of the columns {', '.join(columns)}; it has {', '.join(names)}"
             )
         metadata = self._parquet.metadata
@@ -186,9 +188,9 @@ def open_prompt_file(path: Path, columns: Sequence[str]) -> JsonlFile | ParquetF
     Raises: ValueError if the file is missing, is neither .jsonl nor .parquet, or has none of the columns.
     """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"prompt file {path}: the name ends in {path.suffix!r}; allowed are .jsonl and .parquet")
+        raise UserError(f"prompt file {path}: the name ends in {path.suffix!r}; allowed are .jsonl and .parquet")
     if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist (working directory: {Path.cwd()})")
+        raise UserError(f"prompt file {path} does not exist (working directory: {Path.cwd()})")
     return JsonlFile(path) if path.suffix == ".jsonl" else ParquetFile(path, columns)
 
 

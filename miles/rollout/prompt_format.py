@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from miles.config import RunConfig
 from miles.rollout.generate_hub.tool_calls import specs_of_path
 from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -69,15 +70,15 @@ class PromptFormat:
         if not self.apply_chat_template:
             return
         if self.chat_template is None and tokenizer.chat_template is None:
-            raise ValueError(
+            raise UserError(
                 "--apply-chat-template: the tokenizer has no chat template; give --chat-template-path, or drop it"
             )
         template = tokenizer.get_chat_template(self.chat_template)
         ignored = [key for key in self.chat_template_kwargs if key not in template]
         if ignored:
-            raise ValueError(f"--apply-chat-template-kwargs: the chat template has no {', '.join(ignored)}; drop it")
+            raise UserError(f"--apply-chat-template-kwargs: the chat template has no {', '.join(ignored)}; drop it")
         if self.tools is not None and "tools" not in tokenizer.get_chat_template(self.chat_template, self.tools):
-            raise ValueError(
+            raise UserError(
                 "--generate-tool-specs-path: the chat template does not show tools to the model; give another by "
                 "--chat-template-path"
             )

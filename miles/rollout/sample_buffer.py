@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 Group = list[Sample]
@@ -76,7 +77,7 @@ class SampleBuffer:
         }
         sizes = {len(trajectories(group)) for groups in read.values() for group in groups}
         if sizes - {samples_per_prompt}:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint has groups of {', '.join(map(str, sorted(sizes)))} samples that wait for training, "
                 f"and --n-samples-per-prompt is {samples_per_prompt}; give what was given then, or start without "
                 "loading"

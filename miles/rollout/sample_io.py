@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from miles.config.debug_rules import SAMPLE_FILE_ENDINGS
 from miles.config.layout_rules import model_shape
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 FORMAT = "miles-samples"
@@ -78,7 +79,7 @@ def save_samples(
             try:
                 file.write(_line(sample.to_dict()))
             except (TypeError, ValueError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: sample {sample.index} of group {sample.group_index} cannot be written as JSON: {error}"
                 ) from error
     os.replace(unfinished, path)
@@ -96,13 +97,13 @@ def load_samples(path_template: str, rollout_id: int, hf_checkpoint: str | None 
     """
     path = samples_path(path_template, rollout_id)
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"no file {path} of rollout {rollout_id} (--load-debug-rollout-data {path_template}): give the path that "
             "--save-debug-rollout-data had, and at most as many rollouts as it saved"
         )
     header, samples = read_samples(path)
     if header.evaluation is not None:
-        raise ValueError(f"{path} holds samples of the evaluation {header.evaluation}, which nothing is learned from")
+        raise UserError(f"{path} holds samples of the evaluation {header.evaluation}, which nothing is learned from")
     if hf_checkpoint is not None:
         _check_tokens(path, header, samples, hf_checkpoint)
     return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.group_index)]
@@ -113,7 +114,7 @@ def _check_tokens(path: Path, header: Header, samples: Sequence[Sample], hf_chec
     size = model_shape(hf_checkpoint)["vocab_size"]
     largest = max((token for sample in samples for token in sample.tokens), default=0)
     if largest >= size:
-        raise ValueError(
+        raise UserError(
             f"{path} has the token {largest}, and --hf-checkpoint {hf_checkpoint} has {size} tokens: the samples are "
             f"of another model ({header.hf_checkpoint})"
         )
@@ -130,9 +131,9 @@ def read_samples(path: Path) -> tuple[Header, list[Sample]]:
             header = _header(path, next(lines, b""))
             samples = list(_samples(path, lines))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no whole gzip file: {error}") from error
+        raise UserError(f"{path} is no whole gzip file: {error}") from error
     if len(samples) != header.samples:
-        raise ValueError(f"{path} was cut off: it has {len(samples)} samples and says {header.samples}")
+        raise UserError(f"{path} was cut off: it has {len(samples)} samples and says {header.samples}")
     return header, samples
 
 
@@ -155,9 +156,9 @@ def _header(path: Path, line: bytes) -> Header:
     except ValueError:
         record = None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path} is no file of samples: its first line is not the header of --save-debug-rollout-data")
+        raise UserError(f"{path} is no file of samples: its first line is not the header of --save-debug-rollout-data")
     if record["version"] != VERSION:
-        raise ValueError(f"{path} has version {record['version']} of the format, and this Miles reads {VERSION}")
+        raise UserError(f"{path} has version {record['version']} of the format, and this Miles reads {VERSION}")
     return Header(**{field.name: record[field.name] for field in fields(Header)})
 
 
@@ -166,9 +167,9 @@ def _samples(path: Path, lines: Iterator[bytes]) -> Iterator[Sample]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("it is no object")
+                raise UserError("it is no object")
             sample = Sample.from_dict(record)
             sample.validate()
         except (TypeError, ValueError) as error:  # a field of another type is compared with numbers
-            raise ValueError(f"{path}:{number}: no sample: {error}") from error
+            raise UserError(f"{path}:{number}: no sample: {error}") from error
         yield sample

@@ -28,6 +28,7 @@ from miles.rollout.generate_hub.chat_protocol import (
     reply_message,
 )
 from miles.rollout.generate_hub.tool_calls import CallParser, ParsedTurn
+from miles.utils.errors import UserError
 from miles.utils.network import host_port
 from miles.utils.types import Sample
 
@@ -331,9 +332,9 @@ def check_address(config: RunConfig) -> None:
         raise _no_address(config, error) from error
 
 
-def _no_address(config: RunConfig, error: OSError) -> ValueError:
+def _no_address(config: RunConfig, error: OSError) -> UserError:
     ip, port = config.session_server_ip, config.session_server_port
-    return ValueError(f"--session-server-ip {ip}, --session-server-port {port}: {error}")
+    return UserError(f"--session-server-ip {ip}, --session-server-port {port}: {error}")
 
 
 _SERVERS: dict[EnginePool, asyncio.Task[SessionServer]] = {}

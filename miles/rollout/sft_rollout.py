@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -11,11 +12,11 @@ def sft_samples(groups: list[list[Sample]], tokenizer: Any) -> list[list[Sample]
     Raises: ValueError for a sample without a label, or a tokenizer without an end token.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("--loss-type sft_loss: the tokenizer has no end token (eos_token)")
+        raise UserError("--loss-type sft_loss: the tokenizer has no end token (eos_token)")
     for group in groups:
         for sample in group:
             if sample.label is None:
-                raise ValueError(f"--loss-type sft_loss needs --label-key: sample {sample.index} has no label")
+                raise UserError(f"--loss-type sft_loss needs --label-key: sample {sample.index} has no label")
             answer = tokenizer.encode(sample.label, add_special_tokens=False) + [tokenizer.eos_token_id]
             sample.tokens = sample.tokens + answer
             sample.response = sample.label

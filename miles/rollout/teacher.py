@@ -19,6 +19,7 @@ import numpy as np
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
 from miles.rollout.slots import Slots
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Teacher:
         for client, answer in zip(self._clients, answers, strict=True):
             difference = np.abs(np.subtract(answer, answers[0])).mean()
             if difference > LARGEST_DIFFERENCE:
-                raise ValueError(
+                raise UserError(
                     f"the teachers {self._clients[0].url} and {client.url} (--opd-teacher-urls) serve different "
                     f"models: their log-probabilities of the same tokens differ by {difference:.2g} on average; name "
                     "servers of one model"
@@ -87,7 +88,7 @@ class Teacher:
         try:
             info = await client.server_info()
             if not isinstance(info, dict) or not info.keys() >= {"skip_tokenizer_init", "max_req_input_len"}:
-                raise ValueError(
+                raise UserError(
                     f"{name} does not say what it is: an SGLang server is needed, here is "
                     f"{importlib.metadata.version('sglang')}"
                 )
@@ -96,23 +97,23 @@ class Teacher:
             else:
                 theirs = await client.detokenize([[number] for number in ids])
         except SGLangError as error:
-            raise ValueError(f"{name} can't be asked: {error}") from error
+            raise UserError(f"{name} can't be asked: {error}") from error
         most = info["max_req_input_len"] - 1
         if longest > most:
-            raise ValueError(
+            raise UserError(
                 f"{name} takes sequences of at most {most} tokens, and a sample may have {longest}: start it with a "
                 f"larger --context-length, or give --rollout-max-context-len {most}"
             )
         for number, our, their in zip(ids, ours, theirs, strict=True):
             if our != their:
-                raise ValueError(
+                raise UserError(
                     f"{name} has another vocabulary: id {number} is {their!r} to it and {our!r} to --hf-checkpoint; "
                     "the tokenizers must be the same"
                 )
         try:
             (values,) = await _ask(client, [ids], [1])
         except RuntimeError as error:
-            raise ValueError(f"{name} can't look at the student's {len(self._tokenizer)} token ids: {error}") from error
+            raise UserError(f"{name} can't look at the student's {len(self._tokenizer)} token ids: {error}") from error
         return values
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from miles.config.names import nearest
 from miles.rollout.hook_results import shown
 from miles.training.batch import TrainBatch
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 REQUIRED = ("tokens", "response_lengths", "loss_masks", "sample_indices")
@@ -62,18 +63,18 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
             other trajectories than the samples.
     """
     if not isinstance(data, Mapping):
-        raise ValueError(f"{flag} returned {shown(data)}; it must return a dict of lists")
+        raise UserError(f"{flag} returned {shown(data)}; it must return a dict of lists")
     required = [*REQUIRED, *(["rewards"] if rewarded else [])]
     required += [name for name in LOG_PROBS if any(getattr(sample, name) is not None for sample in samples)]
     if missing := [name for name in required if name not in data]:
-        raise ValueError(f"{flag} returned no {', '.join(missing)}; it must return {', '.join(required)}")
+        raise UserError(f"{flag} returned no {', '.join(missing)}; it must return {', '.join(required)}")
     for name in data:
         if name not in KEYS:
-            raise ValueError(f"{flag} returned {name!r}; it may return {', '.join(KEYS)}{nearest(str(name), KEYS)}")
+            raise UserError(f"{flag} returned {name!r}; it may return {', '.join(KEYS)}{nearest(str(name), KEYS)}")
     lists = {name: _plain(values) for name, values in data.items()}
     sizes = {name: len(values) if isinstance(values, list) else shown(values) for name, values in lists.items()}
     if len(set(sizes.values())) != 1 or not all(isinstance(values, list) for values in lists.values()):
-        raise ValueError(f"{flag} must return lists of one entry a sample; it returned {_counts(sizes)}")
+        raise UserError(f"{flag} must return lists of one entry a sample; it returned {_counts(sizes)}")
 
     indices = _integers(flag, "sample_indices", lists["sample_indices"])
     lists.setdefault("rollout_ids", indices)
@@ -81,7 +82,7 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
     if "group_indices" not in lists:
         group_of = {sample.index: sample.group_index for sample in samples}
         if strange := set(indices) - set(group_of):
-            raise ValueError(
+            raise UserError(
                 f"{flag} returned sample_indices {min(strange)}, which no sample has, and no group_indices"
             )
         lists["group_indices"] = [group_of[index] for index in indices]
@@ -91,7 +92,7 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
     try:
         return TrainBatch.from_samples(rows, rewards)
     except ValueError as error:
-        raise ValueError(f"{flag} returned data that can't be trained on: {error}") from error
+        raise UserError(f"{flag} returned data that can't be trained on: {error}") from error
 
 
 def _rows(flag: str, lists: Mapping[str, list[Any]], rewards: list[Any] | None) -> list[Sample]:
@@ -121,7 +122,7 @@ def _rows(flag: str, lists: Mapping[str, list[Any]], rewards: list[Any] | None) 
 def _check_trajectories(flag: str, rows: Sequence[Sample], samples: Sequence[Sample]) -> None:
     made, asked = ({sample.trajectory for sample in part} for part in (rows, samples))
     if made != asked:
-        raise ValueError(
+        raise UserError(
             f"{flag} returned {len(made)} rollout_ids for {len(asked)} trajectories, {len(asked - made)} of which are "
             f"missing and {len(made - asked)} unknown; it must return them all: a loss mask of zeros leaves one out"
         )
@@ -136,25 +137,25 @@ def _plain(values: Any) -> Any:
 
 def _integer(flag: str, place: str, value: Any) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"{flag} returned {place} = {shown(value)}; it must be an integer")
+        raise UserError(f"{flag} returned {place} = {shown(value)}; it must be an integer")
     return int(value)
 
 
 def _integers(flag: str, place: str, values: Any) -> list[int]:
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise ValueError(f"{flag} returned {place} = {shown(values)}; it must be a list of integers")
+        raise UserError(f"{flag} returned {place} = {shown(values)}; it must be a list of integers")
     return values
 
 
 def _numbers(flag: str, place: str, values: Any) -> list[float]:
     if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
-        raise ValueError(f"{flag} returned {place} = {shown(values)}; it must be a list of numbers")
+        raise UserError(f"{flag} returned {place} = {shown(values)}; it must be a list of numbers")
     return values
 
 
 def _reward(flag: str, place: str, value: Any) -> float | None:
     if value is not None and not isinstance(value, int | float):
-        raise ValueError(f"{flag} returned {place} = {shown(value)}; it must be a number or None")
+        raise UserError(f"{flag} returned {place} = {shown(value)}; it must be a number or None")
     return None if value is None or isnan(value) else value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from miles.rollout.prompt_file import BadRow, Problems, open_prompt_file
 from miles.tools import run
+from miles.utils.errors import UserError
 
 DRAWS_PER_PROMPT = 100
 
@@ -45,18 +46,18 @@ def reasoning_gym_rows(name: str, seed: int, size: int) -> Iterator[tuple[str, s
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"task rg:{name} needs a package ({error}): pip install reasoning-gym==0.1.25") from error
+        raise UserError(f"task rg:{name} needs a package ({error}): pip install reasoning-gym==0.1.25") from error
     if name not in DATASETS:
-        raise ValueError(f"task rg:{name}: reasoning-gym has no such data set; it has {', '.join(sorted(DATASETS))}")
+        raise UserError(f"task rg:{name}: reasoning-gym has no such data set; it has {', '.join(sorted(DATASETS))}")
     try:
         dataset = reasoning_gym.create_dataset(name, seed=seed, size=size)
     except AssertionError as error:  # its way to refuse settings
-        raise ValueError(f"task rg:{name}: the data set cannot be used as it is: {error}") from error
+        raise UserError(f"task rg:{name}: the data set cannot be used as it is: {error}") from error
     for row in range(size):
         entry = dataset[row]
         answer, written = entry["answer"], json.loads(json.dumps(entry))
         if answer is not None and dataset.score_answer(answer, written) != dataset.score_answer(answer, entry):
-            raise ValueError(f"task rg:{name}: its scorer needs what JSON does not keep, such as tuples; take another")
+            raise UserError(f"task rg:{name}: its scorer needs what JSON does not keep, such as tuples; take another")
         yield entry["question"], None if answer is None else str(answer), {"entry": written}
 
 
@@ -76,9 +77,9 @@ def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tupl
     Raises: ValueError for an unknown task, an unreadable excluded file, or a task with fewer distinct prompts than num.
     """
     if num < 1:
-        raise ValueError(f"--num {num}: at least 1 is needed")
+        raise UserError(f"--num {num}: at least 1 is needed")
     if output.suffix != ".jsonl":
-        raise ValueError(f"--output {output}: the name must end in .jsonl")
+        raise UserError(f"--output {output}: the name must end in .jsonl")
     seen = set().union(*(_prompts_of(path) for path in exclude))
     limit = (num + len(seen)) * DRAWS_PER_PROMPT
     if task.startswith("rg:"):
@@ -86,7 +87,7 @@ def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tupl
     elif task in TASKS:
         drawn = ((prompt, answer, {}) for prompt, answer in TASKS[task](seed))
     else:
-        raise ValueError(f"--task {task}: allowed are {', '.join(TASKS)} and rg:NAME, a data set of reasoning-gym")
+        raise UserError(f"--task {task}: allowed are {', '.join(TASKS)} and rg:NAME, a data set of reasoning-gym")
     rows: list[str] = []
     for prompt, answer, more in itertools.islice(drawn, limit):
         if prompt not in seen:
@@ -96,7 +97,7 @@ def make_prompts(task: str, num: int, output: Path, seed: int = 0, exclude: tupl
             if len(rows) == num:
                 break
     else:
-        raise ValueError(
+        raise UserError(
             f"--num {num}: {task} gave only {len(rows)} new distinct prompts in {limit} draws; ask for fewer"
         )
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles.tools import run
+from miles.utils.errors import UserError
 
 SPECIAL_TOKENS = ("<|pad|>", "<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -86,17 +87,17 @@ def make_tiny_checkpoint(
     Raises: ValueError for sizes that contradict each other.
     """
     if vocab_size < NUM_TOKENS:
-        raise ValueError(f"--vocab-size {vocab_size}: the tokenizer needs at least {NUM_TOKENS} rows")
+        raise UserError(f"--vocab-size {vocab_size}: the tokenizer needs at least {NUM_TOKENS} rows")
     if num_heads % num_kv_heads:
-        raise ValueError(f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}")
+        raise UserError(f"--num-kv-heads {num_kv_heads} does not divide --num-heads {num_heads}")
     if family == "qwen2" and head_dim * num_heads != hidden_size:
-        raise ValueError(
+        raise UserError(
             f"--head-dim {head_dim}: qwen2 allows only hidden-size / num-heads, {hidden_size / num_heads:g}"
         )
 
     more = json.loads(fields)
     if not isinstance(more, dict):
-        raise ValueError(f"--fields {fields}: give a JSON object")
+        raise UserError(f"--fields {fields}: give a JSON object")
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -122,7 +123,7 @@ def make_tiny_checkpoint(
         settings["head_dim"] = head_dim
     config = AutoConfig.for_model(family, **settings)
     if unknown := [name for name in more if not hasattr(config, name)]:
-        raise ValueError(f"--fields: {family} has no {', '.join(unknown)}")
+        raise UserError(f"--fields: {family} has no {', '.join(unknown)}")
     config = AutoConfig.for_model(family, **settings | more)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

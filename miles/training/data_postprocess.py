@@ -26,6 +26,7 @@ from miles.config import RunConfig
 from miles.training.batch import TrainBatch
 from miles.training.rollout_columns import trainable
 from miles.utils.dotted_path import load_function, named_errors
+from miles.utils.errors import UserError
 
 FLAG = "--rollout-data-postprocess-path"
 
@@ -52,14 +53,14 @@ def postprocessed(
     if changed is None:
         return {}
     if not isinstance(changed, Mapping):
-        raise ValueError(f"{FLAG} returned {type(changed).__name__}; it must return None or a dict of columns")
+        raise UserError(f"{FLAG} returned {type(changed).__name__}; it must return None or a dict of columns")
     mask = trainable(batch)
     for name, values in changed.items():
         if name not in columns:
-            raise ValueError(f"{FLAG} returned {name!r}; it may return {', '.join(columns)}")
+            raise UserError(f"{FLAG} returned {name!r}; it may return {', '.join(columns)}")
         if not isinstance(values, torch.Tensor) or values.shape != columns[name].shape:
             got = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
-            raise ValueError(f"{FLAG} returned {name} {got}; it must be a tensor of {tuple(columns[name].shape)}")
+            raise UserError(f"{FLAG} returned {name} {got}; it must be a tensor of {tuple(columns[name].shape)}")
         if not values[mask].isfinite().all():
-            raise ValueError(f"{FLAG} returned {name} with values at trainable tokens that are not finite")
+            raise UserError(f"{FLAG} returned {name} with values at trainable tokens that are not finite")
     return {name: values.detach().to(columns[name]) for name, values in changed.items()}

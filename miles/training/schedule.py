@@ -8,6 +8,7 @@ import numpy as np
 from miles.training.batch import TrainBatch
 from miles.training.flops import checkpoint_flops
 from miles.training.schedule_micro_batches import fixed_micro_batches, token_micro_batches
+from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
@@ -113,7 +114,7 @@ def plan_rollout(
     assert not (per_token_loss and constant_length)
     lengths = batch.total_lengths
     if max_tokens is not None and lengths.max() > max_tokens:
-        raise ValueError(
+        raise UserError(
             f"{np.sum(lengths > max_tokens)} of {len(batch)} samples have more than {max_tokens} tokens, the longest "
             f"{lengths.max()}; raise --max-tokens-per-gpu to at least that, or lower --rollout-max-response-len"
         )

@@ -7,6 +7,7 @@ tensor-parallel group (its part of the vocabulary, padding left out).
 import torch
 import torch.distributed as dist
 
+from miles.utils.errors import UserError
 from miles.utils.fused import fused
 
 CHUNK_SIZE = 2048  # tokens; the default of --log-probs-chunk-size
@@ -45,7 +46,7 @@ def log_probs_and_entropy(
         ValueError: the temperature isn't above 0.
     """
     if not temperature > 0:
-        raise ValueError(
+        raise UserError(
             f"temperature is {temperature}; log-probabilities need one above 0: set --rollout-temperature to what "
             "samples should be drawn with (1.0 by default)"
         )

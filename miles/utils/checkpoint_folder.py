@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from miles.utils.errors import UserError
+
 MARKER = "latest_checkpointed_iteration.txt"
 
 
@@ -39,10 +41,10 @@ def find_checkpoint(root: str | Path, step: int | None) -> tuple[int, Path] | No
             return None
         text = marker.read_text().strip()
         if not text.isdigit():
-            raise ValueError(f"{marker} holds {text!r}, expected the number of a rollout")
+            raise UserError(f"{marker} holds {text!r}, expected the number of a rollout")
         step = int(text)
     folder = checkpoint_folder(root, step)
     if not folder.is_dir():
         present = sorted(path.name for path in Path(root).glob("iter_*")) if Path(root).is_dir() else []
-        raise ValueError(f"no checkpoint {folder.name} in {root}; there are: {', '.join(present) or 'none'}")
+        raise UserError(f"no checkpoint {folder.name} in {root}; there are: {', '.join(present) or 'none'}")
     return step, folder

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from miles.utils.errors import UserError
+
 
 @functools.cache
 def load_function(flag: str, path: str, *parameters: str, is_async: bool | None = False) -> Callable[..., Any]:
@@ -26,10 +28,10 @@ def load_function(flag: str, path: str, *parameters: str, is_async: bool | None 
     wanted = f"({', '.join(parameters)})"
     if not callable(function) or inspect.isclass(function):
         kind = "is a class" if inspect.isclass(function) else f"is of type {type(function).__name__}"
-        raise ValueError(f"{flag} {path} {kind}; it must be a function {name}{wanted}")
+        raise UserError(f"{flag} {path} {kind}; it must be a function {name}{wanted}")
     if is_async is not None and inspect.iscoroutinefunction(function) != is_async:
         must = "must be an async function: async def" if is_async else "must not be an async function: def"
-        raise ValueError(f"{flag} {path} {must} {name}{wanted}")
+        raise UserError(f"{flag} {path} {must} {name}{wanted}")
     _check_takes(flag, path, function, parameters)
     return function
 
@@ -49,9 +51,9 @@ def load_class(flag: str, path: str, base: type, *parameters: str) -> type:
     found = load_object(flag, path)
     if not inspect.isclass(found) or not issubclass(found, base):
         kind = "is another class" if inspect.isclass(found) else f"is of type {type(found).__name__}"
-        raise ValueError(f"{flag} {path} {kind}; it must be a class derived from {base.__module__}.{base.__qualname__}")
+        raise UserError(f"{flag} {path} {kind}; it must be a class derived from {base.__module__}.{base.__qualname__}")
     if inspect.isabstract(found):
-        raise ValueError(f"{flag} {path} lacks what it must have: {', '.join(sorted(found.__abstractmethods__))}")
+        raise UserError(f"{flag} {path} lacks what it must have: {', '.join(sorted(found.__abstractmethods__))}")
     _check_takes(flag, path, found, parameters)
     return found
 
@@ -62,7 +64,7 @@ def load_object(flag: str, path: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{flag} {path}: can't be imported ({error}); give package.module.name") from error
+        raise UserError(f"{flag} {path}: can't be imported ({error}); give package.module.name") from error
 
 
 @contextmanager
@@ -82,4 +84,4 @@ def _check_takes(flag: str, path: str, function: Callable[..., Any], parameters:
     try:
         signature.bind(*(name for name in parameters if not name.endswith("=")), **dict.fromkeys(by_keyword))
     except TypeError as error:
-        raise ValueError(f"{flag} {path} takes {signature}; it must take {wanted}") from error
+        raise UserError(f"{flag} {path} takes {signature}; it must take {wanted}") from error

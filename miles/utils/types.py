@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from miles.utils.errors import UserError
+
 
 @dataclass
 class Sample:
@@ -57,9 +59,9 @@ class Sample:
             ValueError: it is no dict with these names, or the status is unknown.
         """
         if not isinstance(values, dict):
-            raise ValueError(f"a sample is a dict, not {values!r:.100}")
+            raise UserError(f"a sample is a dict, not {values!r:.100}")
         if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls)}):
-            raise ValueError(f"a sample has no {', '.join(map(repr, unknown))}: it was written by another version")
+            raise UserError(f"a sample has no {', '.join(map(repr, unknown))}: it was written by another version")
         sample = cls(**values)
         sample.status = cls.Status(sample.status)
         return sample
@@ -118,16 +120,16 @@ class Sample:
         """Raise ValueError if the lengths of the sample's parts contradict each other."""
         name = f"sample {self.index} of group {self.group_index}"
         if not 0 <= self.response_length <= len(self.tokens):
-            raise ValueError(f"{name}: response_length {self.response_length} does not fit {len(self.tokens)} tokens")
+            raise UserError(f"{name}: response_length {self.response_length} does not fit {len(self.tokens)} tokens")
         for part in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
             values = getattr(self, part)
             if values is not None and len(values) != self.response_length:
-                raise ValueError(
+                raise UserError(
                     f"{name}: {part} has {len(values)} entries for a response of {self.response_length} tokens"
                 )
         lengths = self.weight_version_lengths
         if lengths and (len(lengths) != len(self.weight_versions) or sum(lengths) > self.response_length):
-            raise ValueError(
+            raise UserError(
                 f"{name}: weight_version_lengths {lengths} does not fit {len(self.weight_versions)} weight_versions "
                 f"and a response of {self.response_length} tokens"
             )

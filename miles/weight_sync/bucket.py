@@ -5,6 +5,7 @@ import shutil
 import torch
 import torch.multiprocessing
 
+from miles.utils.errors import UserError
 from miles.weight_sync.plan import Bucket
 
 SHARED_MEMORY = "/dev/shm"
@@ -20,7 +21,7 @@ def empty_bucket(nbytes: int, device: torch.device, shared: bool) -> torch.Tenso
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if nbytes > free:
-        raise ValueError(
+        raise UserError(
             f"a bucket of {nbytes:,} bytes does not fit into {SHARED_MEMORY}, which has {free:,} left: lower "
             "--update-weight-buffer-size or give the container more shared memory (docker run --shm-size)"
         )

@@ -33,6 +33,7 @@ from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
 from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint
+from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
 from miles.weight_sync.gather import live
@@ -358,7 +359,7 @@ class MegatronTrainRayActor:
 
     def _residency(self) -> TrainerResidency:
         if self.residency is None:
-            raise ValueError("the trainer's memory can only move with --offload-train, which is off")
+            raise UserError("the trainer's memory can only move with --offload-train, which is off")
         return self.residency
 
     def _awake(self) -> contextlib.AbstractContextManager[None]:

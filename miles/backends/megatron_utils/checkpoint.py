@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers
 from miles.utils.checkpoint_folder import checkpoint_folder
+from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def load_weights(folder: Path, state: TrainState) -> None:
 
 def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
     if "optimizer" not in saved:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds no optimizer state (it was saved with --no-save-optim): pass --no-load-optim to continue "
             "with a fresh optimizer"
         )
@@ -110,7 +111,7 @@ def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
     parts = sum(isinstance(key, int) for key in saved["optimizer"]) or 1
     if parts != len(megatron_optimizers(state.optimizer)):
         before, now = ("above 1", "1") if parts > 1 else ("1", "above 1")
-        raise ValueError(
+        raise UserError(
             f"{folder} was saved with --expert-model-parallel-size {before} and that is {now} now: "
             "optimizer state does not go from one to the other; keep to it, or pass --no-load-optim to continue with a "
             "fresh optimizer"

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
+from miles.utils.errors import UserError
+
 MEGATRON_VERSION = "0.19.2"
 _MODULES_WITH_CUDA_LITERALS = ("pipeline_parallel.schedules", "optimizer.optimizer", "optimizer.clip_grads", "utils")
 _FACTORIES = ("tensor", "zeros", "ones", "empty")
@@ -111,7 +113,7 @@ def install() -> None:
     # Not megatron.core.__version__, which appends the commit of whatever git checkout the program runs in.
     installed = importlib.metadata.version("megatron-core")
     if installed != MEGATRON_VERSION:
-        raise ValueError(
+        raise UserError(
             f"megatron-core {installed} is installed, but its CPU support was written for "
             f"{MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
         )

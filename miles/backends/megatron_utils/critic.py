@@ -14,6 +14,7 @@ from miles.training.policy import compute_value_loss
 from miles.training.rollout_columns import advantages_of
 from miles.training.schedule import TrainShard
 from miles.utils.checkpoint_folder import find_checkpoint
+from miles.utils.errors import UserError
 
 
 class ValueTrainer(ShardTrainer):
@@ -44,7 +45,7 @@ class MegatronCriticRayActor(MegatronTrainRayActor):
         config = self.config
         found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
         if found is not None and not checkpoint.is_of_critic(found[1]):
-            raise ValueError(f"{found[1]} holds no critic: give --critic-load a folder that --critic-save wrote")
+            raise UserError(f"{found[1]} holds no critic: give --critic-load a folder that --critic-save wrote")
         super()._load_checkpoint()
 
     def _total_steps(self) -> int:

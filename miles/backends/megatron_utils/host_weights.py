@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf import family_for
 from miles.backends.megatron_utils.hf.checkpoint_io import model_tensors
+from miles.utils.errors import UserError
 
 
 class HostWeights:
@@ -50,7 +51,7 @@ def check_same_computation(flag: str, folder: str, own: PreTrainedConfig, other:
     ours, theirs = _computation(own), _computation(other)
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
-        raise ValueError(
+        raise UserError(
             f"the model in {folder} ({flag}) computes otherwise than the one in --hf-checkpoint: they differ in "
             f"{', '.join(different)}; its weights take the other's place in one model, so choose one of the same "
             "architecture"

@@ -9,6 +9,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers
+from miles.utils.errors import UserError
 
 SHOWN = 8
 
@@ -50,7 +51,7 @@ class MasterWeights:
         ]
         if without:
             rest = f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
-            raise ValueError(
+            raise UserError(
                 "--rematerialize-param-from-master-weight needs bf16 parameters that are all trained with "
                 f"--use-distributed-optimizer, but {len(without)} have no fp32 master to be rebuilt from: "
                 f"{', '.join(without[:SHOWN])}{rest}; leave it out"

@@ -20,6 +20,7 @@ from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.streamed_state import NEIGHBOURS, Bucket, StateFile, decode
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers, step_device
 from miles.residency.disk_store import round_up
+from miles.utils.errors import UserError
 
 _UNFINISHED = (
     "an optimizer step failed midway on this or another rank: the optimizer state on disk is of two steps and can't be "
@@ -281,13 +282,13 @@ class StreamedOptimizer:
 def _distributed_optimizer(optimizer: MegatronOptimizer) -> DistributedOptimizer:
     parts = megatron_optimizers(optimizer)
     if len(parts) != 1:
-        raise ValueError(
+        raise UserError(
             f"--stream-optimizer-state-to-disk takes one optimizer and this model has {len(parts)} (experts over "
             "several ranks have their own): drop the flag"
         )
     (optimizer,) = parts
     if not isinstance(optimizer, DistributedOptimizer):
-        raise ValueError(
+        raise UserError(
             f"--stream-optimizer-state-to-disk takes Megatron's distributed optimizer, not {type(optimizer).__name__}: "
             "drop --no-use-distributed-optimizer"
         )

@@ -19,6 +19,7 @@ import torch
 
 from miles.residency.disk_store import BLOCK, prepare_folder, round_up, set_aside
 from miles.residency.pinned import HostBuffer
+from miles.utils.errors import UserError
 
 MOMENT_DTYPES = {
     "fp32": torch.float32,
@@ -145,7 +146,7 @@ class StateFile:
 
         slot_bytes, grain_bytes = chunk_bytes // SLOTS, sum(area_bytes(_GRAIN))
         if slot_bytes < grain_bytes:
-            raise ValueError(
+            raise UserError(
                 f"a chunk of {chunk_bytes} bytes is too small to stream the optimizer state through, it takes at least "
                 f"{SLOTS * grain_bytes}: raise --offload-train-disk-chunk-mb"
             )

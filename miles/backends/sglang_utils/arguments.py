@@ -9,6 +9,7 @@ import os
 import sys
 
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 from miles.utils.network import host_port
 
 HOST = "127.0.0.1"
@@ -99,7 +100,7 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if config.device == "cuda":
         if len(gpu_ids) != config.rollout_num_gpus_per_engine:
-            raise ValueError(
+            raise UserError(
                 f"engine {engine_rank} was given GPUs {gpu_ids} but needs {config.rollout_num_gpus_per_engine} "
                 "(--rollout-num-gpus-per-engine)."
             )
@@ -120,7 +121,7 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
         environment[CPU_MEMORY_SAVER] = "1"
     if tp_size > 1:
         if tp_size > len(cores):
-            raise ValueError(
+            raise UserError(
                 f"--rollout-num-gpus-per-engine {tp_size} needs {tp_size} CPU cores, one a tensor-parallel rank; "
                 f"this process may use {len(cores)}."
             )

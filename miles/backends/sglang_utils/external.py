@@ -6,6 +6,7 @@ from pathlib import Path
 
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 
 # Keys of config.json that say nothing about the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"}
@@ -35,12 +36,12 @@ class ExternalEngine:
         try:
             info, model = await self._client.server_info(), await self._client.model_info()
         except SGLangError as error:
-            raise ValueError(f"the external engine {url} (--rollout-external-engine-addrs): {error}") from error
+            raise UserError(f"the external engine {url} (--rollout-external-engine-addrs): {error}") from error
         found = [*_server_problems(self._config, info), *_model_problems(self._config.hf_checkpoint, model)]
         if self._config.needs_trainer:
             found += _stale_copies(model)
         if found:
-            raise ValueError(f"the external engine {url} (--rollout-external-engine-addrs) {'; it '.join(found)}")
+            raise UserError(f"the external engine {url} (--rollout-external-engine-addrs) {'; it '.join(found)}")
         return url
 
     async def check(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from miles.backends.sglang_utils.client import CONTROL_TIMEOUT_SECONDS, SGLangClient, SGLangError
 from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 from miles.utils.network import free_port_block, host_port
 
 logger = logging.getLogger(__name__)
@@ -151,11 +152,11 @@ class ExternalRouter:
         try:
             known = await self._client.workers()
         except SGLangError as error:
-            raise ValueError(
+            raise UserError(
                 f"no sglang-router answers at {url} (--sglang-router-ip, --sglang-router-port): {error}"
             ) from error
         if others := sorted(known.keys() - set(engine_urls)):
-            raise ValueError(
+            raise UserError(
                 f"the router at {url} (--sglang-router-ip) has engines that are not of this run: {', '.join(others)}; "
                 "some samples would be theirs: take them out (DELETE /workers/ID), or use another router"
             )

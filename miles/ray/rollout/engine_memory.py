@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.residency.plan import ENGINE_REGIONS, Move, Party, Place, Region
 from miles.residency.state import RegionTable, ResidencyError, State
+from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class RolloutMemory:
         self, verb: str, tags: Sequence[str], move: Callable[[EngineMemory, Collection[Region]], Awaitable[int]]
     ) -> dict[str, float]:
         if unknown := [tag for tag in tags if tag not in ENGINE_REGIONS]:
-            raise ValueError(f"{verb}: {', '.join(unknown)}: no such tag; there are {', '.join(ENGINE_REGIONS)}")
+            raise UserError(f"{verb}: {', '.join(unknown)}: no such tag; there are {', '.join(ENGINE_REGIONS)}")
         regions = [Region(tag) for tag in tags if tag in self._movable]
         start = time.perf_counter()
         async with self._lock:

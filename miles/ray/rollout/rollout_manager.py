@@ -30,6 +30,7 @@ from miles.rollout.hooks import Hooks, filter_samples, load_hooks, log_eval, run
 from miles.rollout.sample_io import load_samples, save_samples
 from miles.rollout.sft_rollout import sft_samples
 from miles.rollout.teacher import Teacher
+from miles.utils.errors import UserError
 from miles.utils.garbage import collect_rarely
 from miles.utils.types import Sample
 
@@ -167,7 +168,7 @@ class RolloutManager:
         groups = await asyncio.to_thread(load_samples, path, rollout_id, config.hf_checkpoint)
         there = len({sample.trajectory for group in groups for sample in group})
         if there != config.samples_per_rollout:
-            raise ValueError(
+            raise UserError(
                 f"--load-debug-rollout-data {path}: rollout {rollout_id} has {there} samples in {len(groups)} groups, "
                 f"and --rollout-batch-size {config.rollout_batch_size} with --n-samples-per-prompt "
                 f"{config.n_samples_per_prompt} makes {config.samples_per_rollout}; give what the run had that saved it"

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from miles.utils.errors import UserError
+
 DATA_FILE = "data_source.json"
 SAMPLES_FILE = "samples.json"
 
@@ -40,7 +42,7 @@ def _write(path: Path, parts: Iterator[str]) -> None:
         with path.open("w") as file:
             file.writelines(parts)
     except TypeError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} can't be written as JSON ({error}): the metadata of samples, and the state of a data source, may "
             "hold numbers, texts, lists and objects of Python only"
         ) from error
@@ -63,4 +65,4 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} can't be read ({error}): the checkpoint is not whole; load another one") from error
+        raise UserError(f"{path} can't be read ({error}): the checkpoint is not whole; load another one") from error

@@ -21,6 +21,7 @@ from miles.rollout.generate_hub.chat_protocol import MODEL
 from miles.rollout.generate_hub.tool_calls import CallParser
 from miles.rollout.sessions import Session, check_address, server_of
 from miles.utils.dotted_path import load_function
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
 def _load_agent(config: RunConfig) -> Agent:
     path = config.custom_agent_function_path
     if path is None:
-        raise ValueError(f"{FLAG} is not given: there is no agent to run")
+        raise UserError(f"{FLAG} is not given: there is no agent to run")
     return load_function(FLAG, path, "base_url", "prompt", "request_kwargs", "metadata", is_async=True)
 
 
@@ -126,7 +127,7 @@ def _metadata(returned: Any) -> dict[str, Any]:
         problem = f"it is of type {type(returned).__name__}"
     except (TypeError, ValueError) as error:
         problem = str(error)
-    raise ValueError(
+    raise UserError(
         f"{FLAG} returned {returned!r:.80}, which can't go into the samples' metadata ({problem}); it must return a "
         "dict that JSON can hold, or None"
     )

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from miles.config import RunConfig
+from miles.utils.errors import UserError
 
 # In the stand-in for what the model wrote: no template has it, and no template changes it.
 MARK = "mIlEsMaRk"
@@ -47,7 +48,7 @@ class ChatFormat:
         name: str = "the tokenizer's chat template",
     ) -> None:
         if chat_template is None and tokenizer.chat_template is None:
-            raise ValueError("the tokenizer has no chat template; give --chat-template-path")
+            raise UserError("the tokenizer has no chat template; give --chat-template-path")
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._end_texts = [tokenizer.decode([end]) for end in sorted(end_ids)]
@@ -120,7 +121,7 @@ class ChatFormat:
                 # Some templates join the arguments of calls to a text, most look into them.
                 return self._rendered([_for_template(message, text=True) for message in messages], tools, opened)
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"{self._name} refuses the messages: {error}") from error
+            raise UserError(f"{self._name} refuses the messages: {error}") from error
 
     def _rendered(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, opened: bool) -> str:
         return self._tokenizer.apply_chat_template(

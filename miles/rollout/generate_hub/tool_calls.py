@@ -11,6 +11,7 @@ from typing import Any
 from miles.config import RunConfig
 from miles.config.names import nearest
 from miles.utils.dotted_path import load_function, load_object
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,9 @@ class CallParser:
 
         known = FunctionCallParser.ToolCallParserEnum
         if name is None:
-            raise ValueError(f"--generate-tool-call-parser is not given; SGLang has {', '.join(sorted(known))}")
+            raise UserError(f"--generate-tool-call-parser is not given; SGLang has {', '.join(sorted(known))}")
         if name not in known:
-            raise ValueError(
+            raise UserError(
                 f"--generate-tool-call-parser {name}: SGLang has no such parser{nearest(name, known)}; it has "
                 f"{', '.join(sorted(known))}"
             )
@@ -128,7 +129,7 @@ def tools_of(config: RunConfig, sample: Sample) -> list[dict[str, Any]]:
         return checked_tools(f"the tools of sample {sample.index}", sample.metadata["tools"])
     specs = specs_of_path(config)
     if specs is None:
-        raise ValueError(
+        raise UserError(
             f"sample {sample.index} has no tools: its row has no column {config.tool_key!r} (--tool-key), and "
             "--generate-tool-specs-path is not given"
         )
@@ -143,11 +144,11 @@ def checked_tools(what: str, tools: Any) -> list[dict[str, Any]]:
     """
     example = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
     if not isinstance(tools, list | tuple) or not tools:
-        raise ValueError(f"{what} must be a list of at least one {example}, not {tools!r:.100}")
+        raise UserError(f"{what} must be a list of at least one {example}, not {tools!r:.100}")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{what} must each be {example}, not {tool!r:.100}")
+            raise UserError(f"{what} must each be {example}, not {tool!r:.100}")
     return list(tools)
 
 
@@ -156,7 +157,7 @@ def load_execute_tool(config: RunConfig) -> ExecuteTool:
     flag = "--generate-execute-tool-function-path"
     path = config.generate_execute_tool_function_path
     if path is None:
-        raise ValueError(f"{flag} is not given: nothing executes the calls of tools")
+        raise UserError(f"{flag} is not given: nothing executes the calls of tools")
     return load_function(flag, path, "name", "arguments", "sample", is_async=True)
 
 
@@ -200,7 +201,7 @@ async def _execute(
         late = f"no result within {TOOL_TIMEOUT_SECONDS:g} seconds"
         return "", late if limit.expired() else f"{type(error).__name__}: {error}"
     if not isinstance(content, str):
-        raise ValueError(
+        raise UserError(
             f"--generate-execute-tool-function-path returned {content!r:.80} ({type(content).__name__}) for "
             f"{call.name}; it must return the text of the result"
         )

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles.utils.errors import UserError
+
 if TYPE_CHECKING:
     from miles.utils.types import Sample
 
@@ -73,11 +75,11 @@ def members_of(rewards: Sequence[float | None], group_indices: Sequence[int], ro
             groups.
     """
     if not len(rewards) == len(group_indices) == len(rollout_ids):
-        raise ValueError(f"got {len(rewards)} rewards, {len(group_indices)} groups, {len(rollout_ids)} rollout ids")
+        raise UserError(f"got {len(rewards)} rewards, {len(group_indices)} groups, {len(rollout_ids)} rollout ids")
     counts_S = np.array([reward is not None for reward in rewards], dtype=bool)
     values = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if not np.isfinite(values).all():
-        raise ValueError(
+        raise UserError(
             f"{np.sum(~np.isfinite(values))} of {len(values)} rewards aren't finite; a reward function must return a "
             "finite number, or None to abstain"
         )
@@ -88,7 +90,7 @@ def members_of(rewards: Sequence[float | None], group_indices: Sequence[int], ro
         differs = np.flatnonzero(column != column[first][member])
         if len(differs):
             rollout = rollouts[differs[0]]
-            raise ValueError(
+            raise UserError(
                 f"rollout {rollout}: its {np.sum(rollouts == rollout)} samples have the {name}s "
                 f"{sorted(set(column[rollouts == rollout].tolist()))}; they are pieces of one trajectory and need the "
                 f"same {name} ({len(set(rollouts[differs].tolist()))} rollouts are like this)"

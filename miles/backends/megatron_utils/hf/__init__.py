@@ -23,6 +23,7 @@ from miles.backends.megatron_utils.hf.qwen3_5 import Qwen3_5, Qwen3_5Moe
 from miles.backends.megatron_utils.hf.qwen3_moe import Qwen3Moe
 from miles.backends.megatron_utils.hf.qwen3_next import Qwen3Next
 from miles.backends.megatron_utils.hf.vocab import padded_vocab_size
+from miles.utils.errors import UserError
 
 FAMILIES: tuple[Family, ...] = (
     DeepseekV3(),
@@ -56,7 +57,7 @@ def load_hf_config(folder: str | Path) -> PreTrainedConfig:
     Of a model that sees as well, it is the language model's configuration, with the whole model's architectures.
     """
     if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json: give the local folder of a Hugging Face checkpoint")
+        raise UserError(f"{folder} has no config.json: give the local folder of a Hugging Face checkpoint")
     whole = AutoConfig.from_pretrained(folder)
     text = whole.get_text_config()
     if text is not whole:
@@ -75,7 +76,7 @@ def family_for(hf_config: PreTrainedConfig) -> Family:
     known = {name: family for family in FAMILIES for name in family.architectures}
     given = hf_config.architectures
     if not given or given[0] not in known:
-        raise ValueError(f"config.json has architectures={given}; supported: {', '.join(sorted(known))}")
+        raise UserError(f"config.json has architectures={given}; supported: {', '.join(sorted(known))}")
     family = known[given[0]]
     family.check(hf_config)
     return family

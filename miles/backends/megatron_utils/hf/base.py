@@ -15,6 +15,7 @@ from miles.backends.megatron_utils.parts.norms import RMSNorm
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of, rope_problems
 from miles.backends.megatron_utils.parts.specs import dense_layer
 from miles.config.layout import ParallelSizes
+from miles.utils.errors import UserError
 
 EMBEDDING = "model.embed_tokens.weight"
 EMBEDDING_END = "embed_tokens.weight"  # whatever the prefix of a model that sees as well
@@ -89,7 +90,7 @@ class Family:
         """Refuse a configuration that the Megatron model cannot express. Raises ValueError with every such field."""
         problems = self.problems(hf_config)
         if problems:
-            raise ValueError(f"config.json of a {hf_config.architectures[0]} is not supported: " + "; ".join(problems))
+            raise UserError(f"config.json of a {hf_config.architectures[0]} is not supported: " + "; ".join(problems))
 
     def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
         """The parallel sizes that this model cannot have, each with the way out."""
@@ -101,7 +102,7 @@ class Family:
         """Refuse parallel sizes that this model cannot have. Raises ValueError with every reason."""
         problems = self.layout_problems(hf_config, sizes)
         if problems:
-            raise ValueError(f"a {hf_config.architectures[0]} cannot be laid out like this: " + "; ".join(problems))
+            raise UserError(f"a {hf_config.architectures[0]} cannot be laid out like this: " + "; ".join(problems))
 
     def has_qkv_bias(self, hf_config: PreTrainedConfig) -> bool:
         """Whether query, key and value have a bias."""

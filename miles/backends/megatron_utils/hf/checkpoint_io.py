@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import HEAD, Entry, Family
+from miles.utils.errors import UserError
 from miles.weight_sync.parallel import ParallelInfo
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class CheckpointIndex:
             header = _read_header(path)
             for name in header if names is None else names:
                 if name not in header:
-                    raise ValueError(f"{self.folder / INDEX_FILE} says that {path.name} holds {name}, but it does not")
+                    raise UserError(f"{self.folder / INDEX_FILE} says that {path.name} holds {name}, but it does not")
                 self.files[name] = path
                 self.shapes[name] = tuple(header[name]["shape"])
                 self.dtypes[name] = header[name]["dtype"]
@@ -55,11 +56,11 @@ class CheckpointIndex:
                 files.setdefault(self.folder / file, []).append(name)
             missing = [path.name for path in files if not path.is_file()]
             if missing:
-                raise ValueError(f"{index} names files that are not there: {_some(missing)}; download them again")
+                raise UserError(f"{index} names files that are not there: {_some(missing)}; download them again")
             return files
         if single.is_file():
             return {single: None}
-        raise ValueError(
+        raise UserError(
             f"{self.folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: give the folder of a safetensors checkpoint "
             "(save_pretrained writes one)"
         )
@@ -112,7 +113,7 @@ def check_names_and_shapes(
         if names
     ]
     if faults:
-        raise ValueError(f"the weights in {index.folder} do not fit its config.json; " + "; ".join(faults))
+        raise UserError(f"the weights in {index.folder} do not fit its config.json; " + "; ".join(faults))
 
 
 def untrained_names(index: CheckpointIndex, family: Family, hf_config: PreTrainedConfig) -> list[str]:
@@ -187,7 +188,7 @@ def _fill(entry: Entry, targets: list[torch.Tensor], index: CheckpointIndex, par
     value = entry.kind.split(values, rank, size)
     for target, own in zip(targets, value if entry.stacked else [value], strict=True):
         if own.shape != target.shape:
-            raise ValueError(
+            raise UserError(
                 f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(own.shape)} from "
                 f"{', '.join(entry.hf_names)} at {'expert ' if entry.is_expert else ''}tensor parallel size {size}"
             )
@@ -235,7 +236,7 @@ def check_parameters(targets: dict[str, torch.Tensor], entries: list[Entry]) -> 
     assert len(set(named)) == len(named), "an entry list names a parameter twice"
     without_value, without_parameter = sorted(targets.keys() - set(named)), sorted(set(named) - targets.keys())
     if without_value or without_parameter:
-        raise ValueError(
+        raise UserError(
             f"the Megatron model and its family's entries differ: parameters without a value: {_some(without_value)}; "
             f"values without a parameter: {_some(without_parameter)}"
         )
@@ -271,7 +272,7 @@ class HFWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Add one tensor. It is copied: the caller may change it afterwards."""
         if name in self._names:
-            raise ValueError(f"{name} was written twice")
+            raise UserError(f"{name} was written twice")
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self.max_shard_bytes:
             self._flush()
@@ -334,12 +335,12 @@ def _read_header(path: Path) -> dict[str, dict]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= path.stat().st_size - 8:
-            raise ValueError(f"{path} is not a whole safetensors file: download it again")
+            raise UserError(f"{path} is not a whole safetensors file: download it again")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     ends = [entry["data_offsets"][1] for entry in header.values()]
     if path.stat().st_size != 8 + length + max(ends, default=0):
-        raise ValueError(f"{path} is cut off or damaged: its header and its size differ; download it again")
+        raise UserError(f"{path} is cut off or damaged: its header and its size differ; download it again")
     return header
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from miles.backends.megatron_utils.hf.vocab import vocab_shard
+from miles.utils.errors import UserError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -156,7 +157,7 @@ class Sections:
 def _part(tensor: torch.Tensor, dim: int, tp_rank: int, tp_size: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if size % tp_size:
-        raise ValueError(
+        raise UserError(
             f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} cannot be cut into "
             f"tensor_model_parallel_size={tp_size} equal parts: choose a divisor of {size}"
         )

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from miles.utils.errors import UserError
 from miles.utils.fused import fused
 
 # Kinds of scaling whose frequencies depend on the configuration alone, not on a sequence's length.
@@ -57,7 +58,7 @@ def rope_of(
     parameters = dict(hf_config.rope_parameters if parameters is None else parameters)
     kind = parameters["rope_type"]
     if problems := rope_problems(parameters):
-        raise ValueError(f"config.json of a {hf_config.model_type} is not supported: {'; '.join(problems)}")
+        raise UserError(f"config.json of a {hf_config.model_type} is not supported: {'; '.join(problems)}")
     if dim is None:
         head_dim = hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from miles.backends.megatron_utils.parts.attention import PackedAttention
 from miles.backends.megatron_utils.parts.packed import PackedSequences
 from miles.backends.megatron_utils.parts.rope import rotate
+from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _CUDNN = (
 def require() -> None:
     """Check that Transformer Engine can be used. Raises ValueError where it can't, with what to do."""
     if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(
+        raise UserError(
             "--transformer-impl transformer_engine needs the package transformer-engine, which is not installed: pip "
             "install transformer-engine[pytorch], or use --transformer-impl local"
         )
@@ -48,7 +49,7 @@ def _check_attention() -> None:
     try:
         _dot_product_attention(2, 2, 64, 64, 0.125)(query_TND, query_TND, query_TND, **_boundaries(starts, 32))
     except ValueError as error:
-        raise ValueError(_CUDNN) from error
+        raise UserError(_CUDNN) from error
     logger.info("layers and attention through Transformer Engine; norms through torch")
 
 
