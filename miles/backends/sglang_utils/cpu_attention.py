@@ -1,8 +1,8 @@
 """Attention of SGLang's `torch_native` backend for all sequences of one length at once, instead of one by one.
 
 The backend calls PyTorch's attention once a sequence and layer, which is most of a CPU engine's time with small models.
-A kernel call treats each sequence of a batch on its own, so the numbers are those of the loop, bit for bit, and don't
-depend on what else is in the batch: nothing is padded.
+A kernel call treats each sequence of a batch on its own, and nothing is padded: the numbers are those of the loop up to
+the order in which sums are taken, which the matrix products choose by processor, threads and number of sequences.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Attention by groups of equal length gives SGLang's own numbers, bit for bit."""
+"""Attention by groups of equal length gives SGLang's own numbers, whatever else is in the batch."""
 
 from functools import partial
 
@@ -11,6 +11,14 @@ from miles.backends.sglang_utils import cpu_attention
 HEADS, KV_HEADS, WIDTH, SLOTS = 4, 2, 16, 400
 HOW = {"scaling": WIDTH**-0.5, "enable_gqa": True, "is_cross_attn": False, "sliding_window_size": None}
 DECODE, EXTEND = TorchNativeAttnBackend._run_sdpa_forward_decode, TorchNativeAttnBackend._run_sdpa_forward_extend
+
+# Numbers of about 1, from at most 30 keys. Several sequences and one take their sums in another order on some
+# processors and numbers of threads; a wrong key would change them by 0.1 and more.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+
+
+def assert_equal_to_rounding(given, wanted):
+    torch.testing.assert_close(given, wanted, rtol=ROUNDING[wanted.dtype], atol=ROUNDING[wanted.dtype])
 
 
 def world(seq_lens, dtype=torch.float32):
@@ -34,7 +42,7 @@ def test_decode_is_sglangs(seq_lens, dtype, cache_dtype):
     query = queries(len(seq_lens), dtype)
     wanted = DECODE(None, query, torch.empty_like(query), *inputs, causal=False, **HOW)
     given = cpu_attention.decode(DECODE, None, query, torch.full_like(query, torch.nan), *inputs, causal=False, **HOW)
-    assert torch.equal(given, wanted)
+    assert_equal_to_rounding(given, wanted)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -47,7 +55,7 @@ def test_extend_is_sglangs(prefix_lens, extend_lens, causal):
     query = queries(sum(extend_lens))
     wanted = EXTEND(None, query, torch.empty_like(query), *inputs, causal=causal, **HOW)
     given = cpu_attention.extend(EXTEND, None, query, torch.full_like(query, torch.nan), *inputs, causal=causal, **HOW)
-    assert torch.equal(given, wanted)
+    assert_equal_to_rounding(given, wanted)
 
 
 def test_a_sequence_does_not_depend_on_the_others():
@@ -58,7 +66,7 @@ def test_a_sequence_does_not_depend_on_the_others():
     for row in range(5):
         one = slice(row, row + 1)
         alone = run(query[one], torch.empty_like(query[one]), k_cache, v_cache, table, requests[one], seq_lens[one])
-        assert torch.equal(alone, together[one])
+        assert_equal_to_rounding(alone, together[one])
 
 
 def test_windows_and_encoders_are_left_to_sglang():
