@@ -1,8 +1,10 @@
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -198,6 +200,15 @@ def test_epochs_become_rollouts(engine_flags):
         asyncio.run(RolloutManager(parse_args(too_big), []).resolved_config())
 
 
+class StartsLater(SGLangEngine):
+    """An engine whose server starts once the file `go` is in the run's folder."""
+
+    def start(self):
+        while not (Path(self._config.run_dir) / "go").exists():
+            time.sleep(0.05)
+        return super().start()
+
+
 def test_a_failed_start_ends_the_other_engines_too(engine_config, local_ray, tiny_checkpoint, tmp_path):
     good = tmp_path / "good"
     good.symlink_to(tiny_checkpoint)
@@ -205,21 +216,28 @@ def test_a_failed_start_ends_the_other_engines_too(engine_config, local_ray, tin
         engine_config.model_copy(update={"hf_checkpoint": str(tmp_path / name), "run_dir": str(tmp_path)})
         for name in ("good", "nothing")
     ]
-    engines = [ray.remote(SGLangEngine).options(num_cpus=0).remote(config, i, []) for i, config in enumerate(configs)]
+    engines = [
+        ray.remote(kind).options(num_cpus=0).remote(config, i, [])
+        for i, (kind, config) in enumerate(zip((SGLangEngine, StartsLater), configs, strict=True))
+    ]
     manager = RolloutManager(engine_config, engines)
     groups = set()
 
     async def start():
         starting = asyncio.create_task(manager.start())
         while not starting.done():
-            groups.update(os.getpgid(pid) for pid in servers_of(tmp_path))
+            for pid in servers_of(tmp_path):
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    groups.add(os.getpgid(pid))
+            if groups:
+                (tmp_path / "go").touch()
             await asyncio.sleep(0.1)
         await starting
 
     with pytest.raises(Exception, match="exited with code 1(.|\n)*engine_1.log"):
         asyncio.run(start())
     assert len(groups) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(map(group_members, groups)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [group_members(group) for group in groups] == [[], []]
