@@ -46,7 +46,7 @@ def engine_flags(tiny_checkpoint, prompt_file) -> list[str]:
         *("--label-key", "label", "--rm-type", "exact", "--num-rollout", "1", "--rollout-batch-size", "4"),
         *("--n-samples-per-prompt", "4", "--rollout-max-response-len", "8", "--rollout-max-context-len", "64"),
         *("--colocate", "--no-offload-train", "--no-offload-rollout", "--actor-num-gpus-per-node", "1"),
-        *("--rollout-engine-start-timeout", "150"),
+        *("--rollout-engine-start-timeout", "300"),
     ]
 
 

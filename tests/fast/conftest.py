@@ -40,7 +40,7 @@ def run_ranks(tmp_path, forkserver):
     torch.distributed's file:// rendezvous. All must end well within `timeout` seconds.
     """
 
-    def run(file: str, world_size: int, *arguments: str, timeout: float = 120.0) -> None:
+    def run(file: str, world_size: int, *arguments: str, timeout: float = 400.0) -> None:
         store, deadline = tmp_path / "store", time.monotonic() + timeout
         store.unlink(missing_ok=True)
         logs = [tmp_path / f"rank_{rank}.log" for rank in range(world_size)]

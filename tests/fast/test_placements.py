@@ -19,7 +19,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 async def test_every_placement_learns_the_same(train, tmp_path, engine_config):  # noqa: F811
     engine = SGLangEngine(engine_config.model_copy(update={"run_dir": str(tmp_path)}), 7, [])
     url = engine.start()
@@ -29,7 +29,7 @@ async def test_every_placement_learns_the_same(train, tmp_path, engine_config): 
     try:
         for name, flags in PLACEMENTS.items():
             run = train(name, *flags, *(there if name == "external" else ()), "--no-use-tensorboard", rollouts=2)
-            assert run.wait(timeout=200) == 0, f"{name}: {run.output[-3000:]}"
+            assert run.wait() == 0, f"{name}: {run.output[-3000:]}"
             assert run.left() == []
             steps = steps_of(tmp_path / name)
             check_steps(steps, 2)

@@ -76,12 +76,12 @@ def is_of_a_checkpoint(process):
 def killed_and_resumed(train, folder, rollouts, *flags):  # noqa: F811
     """A run killed once its second rollout is saved, and the run that goes on."""
     killed = train(folder.name, *flags, rollouts=rollouts)
-    assert killed.wait(text="step 2/", timeout=200) is None, killed.output[-3000:]
+    assert killed.wait(text="step 2/") is None, killed.output[-3000:]
     killed.process.kill()
     assert killed.wait() == -signal.SIGKILL
     last = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     resumed = train(folder.name, *flags, "--load", str(folder / "checkpoints"), rollouts=rollouts)
-    assert resumed.wait(timeout=200) == 0, resumed.output[-3000:]
+    assert resumed.wait() == 0, resumed.output[-3000:]
     left = [child for child in killed.left(2, RAY_AGENTS) if not is_of_a_checkpoint(child)]
     assert left == [] and resumed.left() == []
     assert f"step {last + 2}/" in resumed.output and f"step {last + 1}/" not in resumed.output
@@ -98,7 +98,7 @@ SCHEDULES = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_is_lost_or_doubled_by_a_kill_and_a_resume(train, tmp_path, name):  # noqa: F811
     rollouts, schedule = 4, SCHEDULES[name]
@@ -113,7 +113,7 @@ def test_nothing_is_lost_or_doubled_by_a_kill_and_a_resume(train, tmp_path, name
     straight = tmp_path / "straight"
     straight.mkdir()
     run = train("straight", *flags_of(straight, *schedule), rollouts=rollouts)
-    assert run.wait(timeout=200) == 0, run.output[-3000:]
+    assert run.wait() == 0, run.output[-3000:]
     expected = [list(range(GROUPS * rollout, GROUPS * (rollout + 1))) for rollout in range(rollouts)]
     assert trained_on(straight, rollouts) == trained_on(folder, rollouts) == expected
     if name == "in_turns":
@@ -123,7 +123,6 @@ def test_nothing_is_lost_or_doubled_by_a_kill_and_a_resume(train, tmp_path, name
     assert versions == ([{"1"}, {"1"}, {"2"}, {"3"}] if schedule else [{"1"}, {"2"}, {"3"}, {"4"}])
 
 
-@pytest.mark.timeout(200)
 def test_a_fully_asynchronous_run_trains_and_evaluates(train, tmp_path, prompt_file):  # noqa: F811
     """Weights come while the engine writes; what is cut off goes on; nothing is trained on twice."""
     folder = tmp_path / "async"
@@ -131,7 +130,7 @@ def test_a_fully_asynchronous_run_trains_and_evaluates(train, tmp_path, prompt_f
     flags = (*SPLIT, "--fully-async", "--partial-rollout", "--no-use-tensorboard")
     evaluated = ("--eval-interval", "3", "--eval-prompt-data", "held", str(prompt_file), "--eval-temperature", "0")
     run = train("async", *flags, *evaluated, "--save-debug-rollout-data", str(folder / SAMPLES), rollouts=3)
-    assert run.wait(timeout=150) == 0, run.output[-3000:]
+    assert run.wait() == 0, run.output[-3000:]
     assert run.left() == []
     steps = steps_of(folder)
     check_steps(steps, 3, overlaps=True)
@@ -146,20 +145,20 @@ def test_a_fully_asynchronous_run_trains_and_evaluates(train, tmp_path, prompt_f
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_an_evaluation_alone_is_that_of_the_weights_that_are_loaded(train, tmp_path, prompt_file):  # noqa: F811
     colocated = ("--actor-num-gpus-per-node", "1", "--colocate", "--no-use-tensorboard")
     held_out = ("--eval-prompt-data", "held", str(prompt_file), "--eval-temperature", "0")
     saved = str(tmp_path / "saved")
     trained = train("trained", *colocated, *held_out, "--eval-interval", "2", "--save", saved, rollouts=2)
-    assert trained.wait(timeout=200) == 0, trained.output[-3000:]
+    assert trained.wait() == 0, trained.output[-3000:]
     first, last = steps_of(tmp_path / "trained")
     assert first["eval/held"] != last["eval/held"]
 
     cases = {"loaded": ((*colocated, "--load", saved), 1, last), "fresh": ((*SPLIT, "--debug-rollout-only"), 0, first)}
     for name, (flags, step, expected) in cases.items():
         run = train(name, *flags, *held_out, rollouts=0)
-        assert run.wait(timeout=200) == 0, run.output[-3000:]
+        assert run.wait() == 0, run.output[-3000:]
         assert run.left() == []
         (line,) = steps_of(tmp_path / name)
         assert line["step"] == step and line.keys() >= {"perf/eval_time", "perf/step_time"}

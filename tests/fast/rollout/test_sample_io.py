@@ -223,7 +223,7 @@ def train(tmp_path, tiny_checkpoint, prompt_file):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=500,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -232,7 +232,7 @@ def train(tmp_path, tiny_checkpoint, prompt_file):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1500)
 def test_training_on_the_samples_of_a_run_is_that_run_again(train, tmp_path):
     """Loss, gradient norm and every other number of the trainer are equal to the last bit, and no engine runs."""
     saved = train("saved")

@@ -21,7 +21,7 @@ def checkout(tmp_path) -> Path:
 def run_setup(checkout: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
     base = {"PATH": "/usr/bin:/bin", "HOME": str(checkout)}
     command = ["bash", str(checkout / "scripts/setup.sh")]
-    return subprocess.run(command, env=base | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=base | environment, capture_output=True, text=True, timeout=300)
 
 
 def write_program(path: Path, text: str) -> Path:

@@ -92,7 +92,7 @@ def test_a_missing_reasoning_gym_is_named(tmp_path, monkeypatch):
 def test_command_line(tmp_path):
     def call(*flags):
         command = [sys.executable, "-m", "miles.tools.make_prompts", *flags]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     output = str(tmp_path / "a.jsonl")
     done = call("--task", "reverse", "--num", "3", "--output", output)

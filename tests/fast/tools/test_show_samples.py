@@ -123,7 +123,7 @@ def test_mistakes(shown, tmp_path):
 def test_command_line(tmp_path):
     path = save_samples(str(tmp_path / "{rollout_id}.jsonl.gz"), 0, [[answer(0, "21")]])
     command = [sys.executable, "-m", "miles.tools.show_samples", str(path), "--index"]
-    done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("response\n│ 21\n")
-    failed = subprocess.run([*command, "3"], capture_output=True, text=True, timeout=60)
+    failed = subprocess.run([*command, "3"], capture_output=True, text=True, timeout=300)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and not failed.stdout

@@ -79,7 +79,7 @@ def checkpoint(tmp_path_factory):
 
 def check(run_ranks, checkpoint, folder, layouts, ranks):
     ports = dict(zip(("one process", *layouts), free_ports(1 + len(layouts)), strict=True))
-    run_ranks(__file__, ranks, str(checkpoint), str(folder), json.dumps(ports), timeout=230.0)
+    run_ranks(__file__, ranks, str(checkpoint), str(folder), json.dumps(ports))
     traces = {name: json.loads((folder / f"{name}.json").read_text()) for name in ports}
     start = traces["one process"]
     assert len(start) == ROLLOUTS and abs(start[0]["train/loss"] - start[1]["train/loss"]) > 1e-3

@@ -112,7 +112,7 @@ def traces_of(run_ranks, table, checkpoint, folder):
     """The metrics of each rollout, by name of the run; all that differs from the baseline fails."""
     names = [name for name, *_ in runs_of(globals()[table])]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
-    run_ranks(__file__, 2, table, str(checkpoint), str(folder), json.dumps(ports), timeout=280.0)
+    run_ranks(__file__, 2, table, str(checkpoint), str(folder), json.dumps(ports))
     traces = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     wrong = [
         f"{name}, rollout {number}: {metric} is {rollout.get(metric)}, not {expected.get(metric)}"

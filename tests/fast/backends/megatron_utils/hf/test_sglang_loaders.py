@@ -162,7 +162,7 @@ def found(tmp_path_factory):
         env=environment | {"SGLANG_USE_CPU_ENGINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(result.read_text())
