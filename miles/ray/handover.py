@@ -130,10 +130,11 @@ class Handover:
         if not self.config.fully_async:
             return await self._trainer.update_weights(self.version)
         # The engines never rest: what they are writing is cut off, and goes on with the new weights.
-        await self.rollout.hold()
-        metrics = await self._trainer.update_weights(self.version)
-        await self.rollout.release()
-        return metrics
+        try:
+            await self.rollout.hold()
+            return await self._trainer.update_weights(self.version)
+        finally:
+            await self.rollout.release()
 
     def _target(self, engine: int, url: str) -> EngineTarget:
         """A colocated engine reads the memory of the trainer ranks on its bundles; a remote one is sent the weights."""

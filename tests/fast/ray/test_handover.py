@@ -142,6 +142,16 @@ async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_w
     assert [call[0] for call in trainer.calls].count("sleep") == 2
 
 
+@pytest.mark.parametrize("broken", ["update_weights", "hold"])
+async def test_engines_that_never_rest_go_on_after_a_failed_sync(broken):
+    handover, trainer = await started(colocate=False, fully_async=True, offload_train=False, offload_rollout=False)
+    trainer.broken = handover.rollout.broken = broken
+    handover.rollout.calls.clear()
+    with pytest.raises(OSError, match=broken):
+        await handover.to_rollout()
+    assert handover.rollout.calls == [("hold",), ("release",)]
+
+
 async def test_saving_and_evaluation_at_the_wrong_time():
     handover, _ = await started()
     handover.before_evaluation()
