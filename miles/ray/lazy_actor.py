@@ -17,17 +17,17 @@ from miles.utils.logs import configure_logging
 class _Host:
     """Holds an object of the class at `path` ("package.module.Class").
 
-    A ValueError of the object's constructor is raised by every call: from here Ray would report it as the death of the
-    actor, and its sentence would be lost in a traceback.
+    An error of the object's constructor is raised by every call: from here Ray would report it as the death of the
+    actor, and it would be lost in a traceback.
     """
 
     def __init__(self, path: str, *args: Any):
         module, self._name = path.rsplit(".", 1)
-        self._refusal: ValueError | None = None
+        self._refusal: Exception | None = None
         configure_logging()
         try:
             self._object = getattr(importlib.import_module(module), self._name)(*args)
-        except ValueError as error:
+        except Exception as error:
             self._refusal = error
 
     def __repr__(self) -> str:
@@ -61,6 +61,10 @@ class ActorClient:
     def __init__(self, path: str, *args: Any, options: dict[str, Any], concurrent: bool = False):
         host = _AsyncHost if concurrent else _Host
         self._actor = ray.remote(host).options(**options).remote(path, *args)
+
+    def kill(self) -> None:
+        """End the actor's process at once, whatever it does; calls that it has not answered raise."""
+        ray.kill(self._actor)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):  # what pickle and copy look for

@@ -236,12 +236,13 @@ async def create_training_models(config: RunConfig, placement: Placement, handov
     has no ranks.
     """
     options = [placement.options(bundle, TRAINER_SHARE) for bundle in placement.trainer]
-    actor, critic = TrainGroup(config, options), None
+    nodes = [bundle.node_ip for bundle in placement.trainer]
+    actor, critic = TrainGroup(config, options, nodes), None
     if options:
         await actor.init()
     await handover.trainer_built(actor)
     if config.use_critic:
-        critic = CriticGroup(config, options)
+        critic = CriticGroup(config, options, nodes)
         await critic.init()
         await handover.critic_built(critic)
     return TrainingModels(config, actor, critic, handover)

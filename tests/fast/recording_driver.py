@@ -75,7 +75,7 @@ def driver(tmp_path, monkeypatch):
             "load": 7,
             **more_answers,
         }
-        bundles = [None] * config.world_size if config.needs_trainer else []
+        bundles = [SimpleNamespace(node_ip="here")] * config.world_size if config.needs_trainer else []
         placement = SimpleNamespace(trainer=bundles, options=lambda bundle, share: {})
         rollout = Service("rollout", calls, answers, fail_at)
 
@@ -84,7 +84,7 @@ def driver(tmp_path, monkeypatch):
             return rollout
 
         def group(name, **more):
-            return lambda config, options: Service(name, calls, answers | more, fail_at)
+            return lambda config, options, nodes: Service(name, calls, answers | more, fail_at)
 
         monkeypatch.setattr(placement_group, "create_placement_groups", lambda config: placement)
         monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)

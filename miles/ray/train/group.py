@@ -7,24 +7,34 @@ import ray
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
+from miles.ray.train.failures import Failure, cause
 from miles.utils.checkpoint_folder import find_checkpoint
 from miles.weight_sync.target import EngineTarget
 
 logger = logging.getLogger(__name__)
 
+# That ranks have, once one has failed, to end by themselves.
+GRACE_SECONDS = 30.0
+
 
 class TrainGroup:
     """Fans each call out to every rank and returns when all ranks are done.
 
+    A failure is logged as soon as its rank has it. Ranks that have not answered GRACE_SECONDS later, since they wait
+    for the failed one, are ended. The first failure is raised, with the others as notes.
+
     Args:
         config: the run's configuration.
         rank_options: Ray options of every rank, in rank order (see Placement.options).
+        nodes: the machine of every rank.
     """
 
     rank_class = "miles.backends.megatron_utils.actor.MegatronTrainRayActor"
+    name = "trainer"
 
-    def __init__(self, config: RunConfig, rank_options: list[dict]):
+    def __init__(self, config: RunConfig, rank_options: list[dict], nodes: list[str]):
         self.config = config
+        self.who = [f"{self.name} rank {rank} on {node}" for rank, node in enumerate(nodes)]
         # A worker process of its own, so that Megatron's environment is set before torch is imported.
         environment = {"env_vars": _environment(config)}
         self.ranks = [
@@ -44,12 +54,34 @@ class TrainGroup:
             getattr(actor, method)(*args, *(() if per_rank is None else per_rank[rank]))
             for rank, actor in enumerate(self.ranks)
         ]
-        # All are awaited even if one fails: no rank works on after the call.
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        failures = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
-        if failures:
-            raise _cause(failures)
-        return results
+        failures: list[Failure] = []
+
+        async def answer(rank: int) -> object:
+            try:
+                return await calls[rank]
+            except Exception as error:
+                failure = Failure(self.who[rank], error)
+                failures.append(failure)
+                log = logger.info if failure.follows else logger.error
+                log("%s failed in %s: %s", failure.who, method, failure.text)
+                raise
+
+        answers = [asyncio.ensure_future(answer(rank)) for rank in range(len(calls))]
+        if not answers:
+            return []
+        _, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=GRACE_SECONDS)
+        if not failures:
+            return [done.result() for done in answers]
+        # No rank works on after the call.
+        ended = [rank for rank, call in enumerate(answers) if call in waiting]
+        for rank in ended:
+            logger.error("%s is still in %s, and is ended", self.who[rank], method)
+            self.ranks[rank].kill()
+            answers[rank].cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        raise cause(method, failures, [self.who[rank] for rank in ended], GRACE_SECONDS)
 
     async def init(self) -> None:
         """Build process groups and model on every rank and load the weights."""
@@ -135,9 +167,10 @@ class CriticGroup(TrainGroup):
     """The critic's ranks, in the actor's layout. Arguments as for TrainGroup."""
 
     rank_class = "miles.backends.megatron_utils.critic.MegatronCriticRayActor"
+    name = "critic"
 
-    def __init__(self, config: RunConfig, rank_options: list[dict]):
-        super().__init__(critic_config(config), rank_options)
+    def __init__(self, config: RunConfig, rank_options: list[dict], nodes: list[str]):
+        super().__init__(critic_config(config), rank_options, nodes)
 
     async def train(
         self, rollout_id: int, shards: list[ray.ObjectRef]
@@ -174,15 +207,6 @@ def critic_config(config: RunConfig) -> RunConfig:
             "keep_old_actor": False,
         }
     )
-
-
-def _cause(failures: dict[int, BaseException]) -> BaseException:
-    """The failure that says most, with the others as notes: a ValueError names the cause; others may only follow it."""
-    first = next((error for error in failures.values() if isinstance(error, ValueError)), next(iter(failures.values())))
-    for rank, error in failures.items():
-        if error is not first:
-            first.add_note(f"trainer rank {rank} failed too: {error}")
-    return first
 
 
 def _added_up(results: list[dict[str, float]]) -> dict[str, float]:

@@ -3,12 +3,18 @@ import time
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 
+from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
+from miles.ray.train import group
 
 # Importable in the actors' processes only, as Megatron's and SGLang's classes are meant to be.
 MODULE = '''
 import asyncio
+import os
+import signal
+import time
 
 
 class Counter:
@@ -45,6 +51,18 @@ class Meeting:
 
     async def refuse(self):
         raise ValueError("not today")
+
+
+class Rank:
+    """The last one dies of a signal while the others wait for it."""
+
+    def __init__(self, config, rank, world_size):
+        self.last = rank == world_size - 1
+
+    def sleep(self):
+        if self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
 '''
 
 
@@ -112,6 +130,25 @@ def test_an_error_of_the_constructor_keeps_its_type(options, concurrent):
     start = time.monotonic()
     asyncio.run(go())
     assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_is_killed_ends_the_call_and_the_ranks_that_wait_for_it(options, monkeypatch):
+    monkeypatch.setattr(group, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(group.TrainGroup, "rank_class", "lazy_example.Rank")
+    monkeypatch.setattr(group, "_environment", lambda config: options["runtime_env"]["env_vars"])
+    trainer = group.TrainGroup(RunConfig.model_construct(), [{"num_cpus": 0}] * 2, ["one", "two"])
+
+    async def go():
+        with pytest.raises(ActorDiedError) as caught:
+            await asyncio.wait_for(trainer.sleep(), timeout=120)
+        # It is gone as well.
+        with pytest.raises(ActorDiedError):
+            await asyncio.wait_for(trainer.ranks[0].sleep(), timeout=60)
+        return caught.value.__notes__
+
+    first, ended = asyncio.run(go())
+    assert first.startswith("trainer rank 1 on two failed in sleep: ActorDiedError: ") and "ended by a signal" in first
+    assert ended == "trainer rank 0 on one did not answer within 1 s of it and had to be ended"
 
 
 def test_private_names_are_not_methods(options):

@@ -1,0 +1,82 @@
+"""What the driver makes of a call that failed on some ranks: which failure is the cause, and what a user can do."""
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from miles.utils.errors import AnotherRankFailed, one_line
+
+# What torch says on a rank whose peer has gone or does not come: gloo, NCCL, and the store that groups meet at.
+_ONLY_WAITED = re.compile(
+    r"/gloo/transport/|NCCL communicator was aborted|remote process exited or there was a network error"
+    r"|wait timeout after \d+ms"
+)
+_FULL_DISK = "|".join(
+    rf"{re.escape(os.strerror(number))}|os error {number}\b" for number in (errno.ENOSPC, errno.EDQUOT)
+)
+# By what the failure's line says; the first that fits.
+_ADVICE = {
+    rf"(?i){_FULL_DISK}": "the disk is full: make room on it, or name a folder on another one",
+    "CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED": (
+        "the GPU's memory is full: lower --max-tokens-per-gpu or --micro-batch-size, pass "
+        "--recompute-granularity full, or cut the model over more GPUs (--tensor-model-parallel-size)"
+    ),
+    "MemoryError|can't allocate memory|Cannot allocate memory|running low on memory": (
+        "the machine's memory is full: run fewer ranks on it, or keep less there (--offload-train-target disk)"
+    ),
+    "ActorDiedError|ActorUnavailableError": (
+        "its process was ended by a signal, or its machine is gone: `dmesg` there says whether the kernel ended it for "
+        "want of memory"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call raised on one rank. who: "trainer rank 1 on 10.0.0.2"."""
+
+    who: str
+    error: Exception
+
+    @property
+    def text(self) -> str:
+        """The error in one line, with what a user can do about it."""
+        if isinstance(self.error, RayActorError):
+            line = f"{type(self.error).__name__}: {str(self.error).strip().splitlines()[0]}"
+        else:
+            # An actor's error arrives wrapped, with the traceback of its process as its text.
+            line = one_line(self.error.cause if isinstance(self.error, RayTaskError) else self.error)
+        advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, line)), None)
+        return line if advice is None else f"{line}; {advice}"
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only says that another rank failed, or did not come."""
+        return isinstance(self.error, AnotherRankFailed) or _ONLY_WAITED.search(self.text) is not None
+
+
+def cause(method: str, failures: Sequence[Failure], ended: Sequence[str], grace: float) -> Exception:
+    """The first failure's error, with all that is known of the other ranks as notes.
+
+    Args:
+        method: the call.
+        failures: in the order of time. Those that only follow from another come last.
+        ended: who had not answered `grace` seconds after the first failure.
+    """
+    first, *others = sorted(failures, key=lambda failure: failure.follows)
+    notes = [f"{first.who} failed in {method}: {first.text}"]
+    by_text: dict[str, list[str]] = {}
+    for failure in others:
+        by_text.setdefault(failure.text, []).append(failure.who)
+    notes += [f"{', '.join(who)} failed after that: {text}" for text, who in by_text.items()]
+    if ended:
+        notes.append(f"{', '.join(ended)} did not answer within {grace:g} s of it and had to be ended")
+        if first.follows:
+            notes.append("so that one of those is what the others waited for")
+    for note in notes:
+        first.error.add_note(note)
+    return first.error
