@@ -56,6 +56,9 @@ _READ_FILE, _READ_FOLDER, _ALL_FILE_RIGHTS = 4, 4 | 8, 0x1FFF  # of Landlock's f
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _CAPSET = 444, 445, 446, 126
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
 
+# As Python has them without its module site, which is not loaded here and would add exit and quit.
+_BUILT_INS = frozenset(dir(builtins))
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -203,7 +206,11 @@ def serve_solution(source: str, channel: Channel) -> None:
     """Name the program's functions, then answer calls until stdin closes."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    exec(compile(source, "solution.py", "exec"), module.__dict__)
+    try:
+        exec(compile(source, "solution.py", "exec"), module.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise  # it has failed; otherwise what it has defined until then counts
     functions = functions_of(module)
     channel.send({"functions": sorted(functions)})
     while True:
@@ -227,7 +234,7 @@ def functions_of(module: types.ModuleType) -> dict:
         for name in vars(solution):
             if callable(getattr(solution, name)):
                 found.setdefault(name, lambda *a, _name=name, **k: getattr(solution(), _name)(*a, **k))
-    return {name: value for name, value in found.items() if not name.startswith("_") and not hasattr(builtins, name)}
+    return {name: value for name, value in found.items() if not name.startswith("_") and name not in _BUILT_INS}
 
 
 # The first two would end a loop of the tests over answers, such as all(map(...)), as if it were through.
@@ -255,7 +262,7 @@ def run_tests(source: str, channel: Channel) -> None:
 
     names = channel.receive()["functions"]
     # As in functions_of, and here again: what the other process says is the model's word.
-    functions = {name: function(name) for name in names if not name.startswith("_") and not hasattr(builtins, name)}
+    functions = {name: function(name) for name in names if not name.startswith("_") and name not in _BUILT_INS}
     solution = types.ModuleType("solution")
     vars(solution).update(functions)
     sys.modules["solution"] = solution
@@ -286,6 +293,7 @@ def main() -> None:
     with open(program, encoding="utf-8") as file:
         source = file.read()
     sys.set_int_max_str_digits(0)
+    builtins.exit = builtins.quit = sys.exit
     if mode == "program":
         run_program(source)
     else:

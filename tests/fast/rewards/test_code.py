@@ -17,7 +17,7 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 def short(monkeypatch):
     """Little time for each program."""
     monkeypatch.setattr(sandbox, "CPU_S", 1)
-    monkeypatch.setattr(code, "WALL_S", 1.0)
+    monkeypatch.setattr(code, "WALL_S", 3.0)  # a busy machine needs a second for two processes to start
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,13 @@ def test_a_long_text_is_searched_in_time(part):
         (SUMS, "a, b = map(int, input().split())\nprint(a + b)", 1),
         (SUMS, "a, b = map(int, input().split())\nprint(a + b, end='  \\n\\n')", 1),
         (SUMS, "if __name__ == '__main__':\n    print(sum(map(int, input().split())))", 1),
+        (SUMS, "a, b = map(int, input().split())\nprint(a + b)\nexit()", 1),
+        (SUMS, "a, b = map(int, input().split())\nprint(a + b)\nquit(0)\nprint(1)", 1),
+        (SUMS, "a, b = map(int, input().split())\nprint(a + b)\nexit(1)", 0),
+        (SUMS, "a, b = map(int, input().split())\nprint(a + b)\nexit('no')", 0),
+        (CALLS, RIGHT + "exit()", 1),
+        (CALLS, RIGHT + "quit(1)", 0),
+        (CALLS, "def add(a, b):\n    exit()", 0),
         (SUMS, "print(3)", 0),
         (SUMS, "a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)", 0),
         (SUMS, "print('3\\n7')", 0),
