@@ -9,6 +9,7 @@ from typing import Any
 from miles.config import RunConfig
 from miles.rollout.data_source import DataSource, take_groups
 from miles.rollout.engine_pool import EnginePool
+from miles.rollout.filter_hub.dynamic_sampling_filters import advice
 from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally, cancelled
 from miles.rollout.hooks import Hooks, keep_group, take_from_buffer
@@ -345,12 +346,14 @@ class Collector:
             return
         drops = "".join(f", {count} were filtered as {reason}" for reason, count in self._drops.most_common())
         drops += f", {self._stale} were stale" if self._stale else ""
+        failed = self._tried - self._passed - self._drops.total()
+        drops += f", {failed} failed" if failed else ""
+        ways = advice(self._drops) + ["another --dynamic-sampling-filter-path"] * bool(self._drops)
+        ways += ["a larger --max-weight-staleness"] * bool(self._stale) + ["a higher bound"]
         raise RuntimeError(
             f"rollout {self._rollout_id} tried {self._tried} groups (--dynamic-sampling-max-batches "
             f"{config.dynamic_sampling_max_batches} x --rollout-batch-size {self._target}) and has {kept} of the "
-            f"{self._target} that it needs: {self._passed} passed{drops}. Give prompts that are neither too easy nor "
-            "too hard for the model, more --n-samples-per-prompt, or another --dynamic-sampling-filter-path; or raise "
-            "the bound, if so few may pass"
+            f"{self._target} that it needs: {self._passed} passed{drops}. Give {'; or '.join(ways)}"
         )
 
     def _rollout(self) -> Collected:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miles.rollout.equal_rewards import all_same, rounded, same_reward
 from miles.rollout.generate_hub.tool_calls import tool_metrics
 from miles.rollout.pass_at_k import mean_pass_at_k
 from miles.training.advantages import counted_rewards
@@ -142,18 +143,21 @@ def _response_lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float
 
 
 def _zero_std(rewards: Sequence[float | None], group_indices: Sequence[int]) -> dict[str, float]:
-    """Groups that teach nothing, because all their members got the same reward."""
+    """Groups that teach nothing, because all their members got the same reward.
+
+    A reward of None is no member, and a group without two members has nothing that could differ: it is not counted.
+    """
     groups = defaultdict(list)
     for group, reward in zip(group_indices, rewards, strict=True):
         if reward is not None:
             groups[group].append(reward)
-    if not groups:
+    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+    if not compared:
         return {}
-    equal = [rewards[0] for rewards in groups.values() if min(rewards) == max(rewards)]
-    # Adding 0 turns -0.0 into 0.0.
-    counts = Counter(f"rollout/zero_std/count_{round(reward, 1) + 0.0}" for reward in equal)
+    equal = [max(rewards) for rewards in compared if all_same(rewards)]
+    counts = Counter(f"rollout/zero_std/count_{rounded(reward)}" for reward in equal)
     return {
         **{name: float(count) for name, count in sorted(counts.items())},
-        "rollout/zero_std/all_zero_percentage": 100 * sum(reward == 0 for reward in equal) / len(groups),
-        "rollout/zero_std/all_one_percentage": 100 * sum(reward == 1 for reward in equal) / len(groups),
+        "rollout/zero_std/all_zero_percentage": 100 * sum(same_reward(reward, 0) for reward in equal) / len(compared),
+        "rollout/zero_std/all_one_percentage": 100 * sum(same_reward(reward, 1) for reward in equal) / len(compared),
     }

@@ -6,6 +6,7 @@ The unbiased estimate of Chen et al. 2021 (https://arxiv.org/abs/2107.03374): wi
 
 from collections.abc import Sequence
 
+from miles.rollout.equal_rewards import same_reward
 from miles.utils.errors import UserError
 
 RIGHT = 1.0
@@ -24,6 +25,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - all_wrong
 
 
+def _right(group: Sequence[float]) -> int:
+    return sum(same_reward(reward, RIGHT) for reward in group)
+
+
 def mean_pass_at_k(groups: Sequence[Sequence[float | None]]) -> dict[int, float]:
     """Mean pass@k over the groups, by k = 1, 2, 4, ... up to the size of the largest.
 
@@ -34,6 +39,6 @@ def mean_pass_at_k(groups: Sequence[Sequence[float | None]]) -> dict[int, float]
     known = [[reward for reward in group if reward is not None] for group in groups]
     rates, k = {}, 1
     while large := [group for group in known if len(group) >= k]:
-        rates[k] = sum(pass_at_k(len(group), group.count(RIGHT), k) for group in large) / len(large)
+        rates[k] = sum(pass_at_k(len(group), _right(group), k) for group in large) / len(large)
         k *= 2
     return rates

@@ -101,6 +101,7 @@ async def test_a_filter_that_keeps_nothing_ends_the_run_with_numbers(config):
         in str(caught.value)
     )
     assert "0 passed, 6 were filtered as zero_std_1.0. Give prompts that are" in str(caught.value)
+    assert "abstains" not in str(caught.value)
     assert asyncio.all_tasks() == before
 
 

@@ -55,6 +55,7 @@ def test_mean_over_groups():
     assert mean_pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]]) == {1: 0.125, 2: 0.25, 4: 0.5}
     assert list(mean_pass_at_k([[0.0] * 9])) == [1, 2, 4, 8]
     assert mean_pass_at_k([[0.99, 2.0]]) == {1: 0, 2: 0}, "only 1 is right"
+    assert mean_pass_at_k([[0.9999999999999999]]) == {1: 1}, "but for rounding"
 
 
 def test_a_reward_that_is_missing_is_no_sample():

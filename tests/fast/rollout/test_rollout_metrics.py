@@ -25,15 +25,27 @@ def sample(index, reward, group=0, rollout=None, mask=None, teacher=None, **more
 
 
 def test_a_rollout_in_pieces_counts_once():
-    # Group 0: rollout 0 in three pieces with reward 1, rollout 3 with reward 0. Group 1: two pieces, both of reward 1.
+    # Group 0: rollout 0 in three pieces with reward 1, rollout 3 with reward 0. Group 1: two pieces of rollout 4 and
+    # one of rollout 6, all of reward 1. Group 2: a rollout alone.
     pieces = [sample(0, 1.0, rollout=0), sample(1, 1.0, rollout=0), sample(2, 1.0, rollout=0), sample(3, 0.0)]
-    pieces += [sample(4, 1.0, group=1, rollout=4), sample(5, 1.0, group=1, rollout=4)]
-    metrics = rollout_metrics(pieces, [0.5, 0.5, 0.5, -0.5, 0.0, 0.0])
-    assert metrics["rollout/raw_reward"] == pytest.approx(2 / 3)
+    pieces += [sample(4, 1.0, group=1, rollout=4), sample(5, 1.0, group=1, rollout=4), sample(6, 1.0, group=1)]
+    metrics = rollout_metrics([*pieces, sample(7, 1.0, group=2)], [0.5, 0.5, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0])
+    assert metrics["rollout/raw_reward"] == pytest.approx(4 / 5)
     assert metrics["rollout/rewards"] == 0
     assert metrics["rollout/zero_std/count_1.0"] == 1 and metrics["rollout/zero_std/all_one_percentage"] == 50
     abstained = [sample(0, None, rollout=0), sample(1, None, rollout=0), sample(2, 1.0)]
     assert rollout_metrics(abstained, [0.0] * 3)["rollout/none_reward_ratio"] == 0.5
+
+
+def test_abstentions_are_no_members_of_their_group():
+    rewards = {0: [1.0, None, None, None], 1: [0.1 + 0.2, 0.3, 0.3, None], 2: [1.0, 0.0, None, 1.0]}
+    samples = [sample(4 * group + i, r, group) for group, of in rewards.items() for i, r in enumerate(of)]
+    metrics = rollout_metrics(samples, [0.0] * len(samples))
+    assert {name: value for name, value in metrics.items() if "zero_std" in name} == {
+        "rollout/zero_std/count_0.3": 1,
+        "rollout/zero_std/all_zero_percentage": 0,
+        "rollout/zero_std/all_one_percentage": 0,
+    }
 
 
 def test_a_removed_piece_does_not_hide_its_rollout():
