@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from miles.backends.megatron_utils.hf.base import HEAD, Entry, Family
 from miles.utils.errors import UserError
@@ -247,7 +249,8 @@ class HFWriter:
 
     folder: the finished checkpoint. It appears at the end, whole: until then the files are in `.<name>.partial` beside
     it. An older export of ours at that place is replaced; any other folder is refused with FileExistsError.
-    source: the checkpoint from which configuration and tokenizer files are copied; config.json says the written dtype.
+    source: the checkpoint from which all else is copied: configuration, tokenizer, chat templates, code. config.json
+    says the dtype of most written numbers.
     max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
     """
 
@@ -261,7 +264,7 @@ class HFWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
-        self._dtypes: set[torch.dtype] = set()
+        self._elements: Counter[torch.dtype] = Counter()
         self.bytes_written = 0
 
     def __enter__(self) -> "HFWriter":
@@ -277,17 +280,18 @@ class HFWriter:
         if self._pending and self._pending_bytes + size > self.max_shard_bytes:
             self._flush()
         self._names.add(name)
-        self._dtypes.add(tensor.dtype)
+        self._elements[tensor.dtype] += tensor.numel()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._finish()
-        else:
-            shutil.rmtree(self.partial)
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)  # where it became the finished one, it is gone
 
     def _flush(self) -> None:
         save_file(self._pending, self.partial / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})
@@ -302,9 +306,7 @@ class HFWriter:
             file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
             (self.partial / f"{number}.safetensors").rename(self.partial / file)
             weight_map.update(dict.fromkeys(names, file))
-        for path in self.source.iterdir():
-            if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name != INDEX_FILE:
-                shutil.copyfile(path, self.partial / path.name)
+        self._copy_the_rest()
         self._write_config()
         metadata = {"total_size": self.bytes_written, "writer": "miles"}
         (self.partial / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
@@ -312,17 +314,33 @@ class HFWriter:
             shutil.rmtree(self.folder)
         self.partial.rename(self.folder)
 
+    def _copy_the_rest(self) -> None:
+        """What transformers reads beside the weights, whatever its tokenizer's and its code's files are called."""
+        for path in self.source.iterdir():
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS):
+                shutil.copyfile(path, self.partial / path.name)
+        if (self.source / CHAT_TEMPLATE_DIR).is_dir():
+            shutil.copytree(self.source / CHAT_TEMPLATE_DIR, self.partial / CHAT_TEMPLATE_DIR)
+
     def _write_config(self) -> None:
         config = json.loads((self.source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        if len(self._dtypes) == 1:
-            (dtype,) = self._dtypes
-            config["dtype"] = str(dtype).removeprefix("torch.")
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        dtype = str(max(DTYPES.values(), key=self._elements.__getitem__)).removeprefix("torch.")
+        for part in (config, config.get("text_config")):
+            if part is not None:
+                part.pop("torch_dtype", None)
+                part["dtype"] = dtype
+        file = self.partial / "config.json"
+        file.write_text(json.dumps(config, indent=2) + "\n")
+        # safetensors makes its files for their owner alone: they get what the umask gives to others.
+        for path in self.partial.glob("*.safetensors"):
+            path.chmod(file.stat().st_mode)
 
 
-# Configuration, generation settings, tokenizer (json, sentencepiece model, merges), chat template; never weights.
-_COPIED_SUFFIXES = {".json", ".model", ".txt", ".jinja"}
+# Of weights in any format, and of their indices. All other files of a checkpoint's folder are exported with it.
+_WEIGHT_ENDINGS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".npz", ".onnx", ".onnx_data"),
+    ".index.json",
+)
 
 
 def _is_export(folder: Path) -> bool:

@@ -348,6 +348,9 @@ def test_a_failed_export_leaves_nothing_and_only_exports_are_replaced(tmp_path):
         writer.write("a", torch.ones(1))
         raise RuntimeError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    with pytest.raises(FileNotFoundError), HFWriter(out, tmp_path / "gone") as writer:  # at the very end
+        writer.write("a", torch.ones(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     for value in (1.0, 2.0):
         with HFWriter(out, folder) as writer:
             writer.write("a", torch.full((1,), value))
