@@ -47,7 +47,7 @@ class PromptDataset:
 
     def __init__(self, path: str, tokenizer: Any, form: PromptFormat, max_prompt_len: int | None) -> None:
         self.name = str(path)
-        form.check(tokenizer)
+        self._template = form.template_of(tokenizer)
         self._tokenizer = tokenizer
         self._form = form
         file, rows = split_slice(self.name)
@@ -108,7 +108,7 @@ class PromptDataset:
     def take(self, prompts: Sequence[int]) -> list[Sample]:
         """New samples of these prompts, counted from 0, in this order."""
         rows = self._file.read([self._keys[prompt] for prompt in prompts])
-        samples = [self._form.sample(row, self._tokenizer) for row in rows]
+        samples = [self._form.sample(row, self._template) for row in rows]
         self._tokenize(samples)
         return samples
 
@@ -127,7 +127,7 @@ class PromptDataset:
             try:
                 if isinstance(row.content, BadRow):
                     raise row.content
-                good.append((row, self._form.sample(row.content, self._tokenizer)))
+                good.append((row, self._form.sample(row.content, self._template)))
             except BadRow as problem:
                 problems.add(row.place, problem)
         self._tokenize([sample for _, sample in good])

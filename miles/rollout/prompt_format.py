@@ -6,9 +6,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import TemplateError
-
 from miles.config import RunConfig
+from miles.rollout.chat_template import ChatTemplate, Message, normal_message
 from miles.rollout.generate_hub.tool_calls import specs_of_path
 from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
 from miles.utils.errors import UserError
@@ -64,49 +63,56 @@ class PromptFormat:
         """All that is read of a row."""
         return [key for key in (self.input_key, self.label_key, self.metadata_key, self.tool_key) if key is not None]
 
-    def check(self, tokenizer: Any) -> None:
-        """Raise ValueError if the tokenizer has no chat template where one is needed, or its template ignores an
-        argument."""
+    def template_of(self, tokenizer: Any) -> ChatTemplate | None:
+        """What renders the prompts; None where nothing does.
+
+        Raises: ValueError if the tokenizer has no chat template where one is needed, or the template ignores an
+            argument.
+        """
         if not self.apply_chat_template:
-            return
+            return None
         if self.chat_template is None and tokenizer.chat_template is None:
             raise UserError(
                 "--apply-chat-template: the tokenizer has no chat template; give --chat-template-path, or drop it"
             )
-        template = tokenizer.get_chat_template(self.chat_template)
-        ignored = [key for key in self.chat_template_kwargs if key not in template]
+        template = ChatTemplate(tokenizer, self.chat_template, self.chat_template_kwargs, "the chat template")
+        ignored = [key for key in self.chat_template_kwargs if key not in template.source()]
         if ignored:
             raise UserError(f"--apply-chat-template-kwargs: the chat template has no {', '.join(ignored)}; drop it")
-        if self.tools is not None and "tools" not in tokenizer.get_chat_template(self.chat_template, self.tools):
+        if self.tools is not None and "tools" not in template.source(self.tools):
             raise UserError(
                 "--generate-tool-specs-path: the chat template does not show tools to the model; give another by "
                 "--chat-template-path"
             )
+        return template
 
-    def sample(self, row: dict[str, Any], tokenizer: Any) -> Sample:
+    def sample(self, row: dict[str, Any], template: ChatTemplate | None) -> Sample:
         """The sample of a row, without tokens.
+
+        Args:
+            template: what `template_of` gave.
 
         Raises: BadRow if a column is missing, or isn't what it should be.
         """
         prompt = self._prompt(row)
         label = None if self.label_key is None else _label(row, self.label_key)
         metadata = _metadata(row, self.metadata_key)
-        tools = self._tools(row, tokenizer)
+        tools = self._tools(row, template)
         if tools is not None:
             if "tools" in metadata:
                 raise BadRow(f"'tools' stands in {self.metadata_key!r} and in {self.tool_key!r} (--tool-key)")
             metadata["tools"] = tools
-        if self.apply_chat_template:
+        if template is not None:
             if self.keep_messages:
                 if "messages" in metadata:
                     raise BadRow(
                         f"'messages' stands in {self.metadata_key!r}, where an agent's prompt is kept; rename it"
                     )
                 metadata["messages"] = prompt
-            prompt = self._render(prompt, self.tools if tools is None else tools, tokenizer)
+            prompt = _render(prompt, self.tools if tools is None else tools, template)
         return Sample(prompt=prompt, label=label, metadata=metadata)
 
-    def _prompt(self, row: dict[str, Any]) -> str | list[dict[str, Any]]:
+    def _prompt(self, row: dict[str, Any]) -> str | list[Message]:
         key = self.input_key
         if row.get(key) is None:
             raise BadRow(f"no {key!r} (--input-key); the row has {', '.join(map(repr, row)) or 'no keys'}")
@@ -120,11 +126,11 @@ class PromptFormat:
             raise BadRow(f"{key!r} is {_shown(prompt)}; a string or a list of chat messages is allowed")
         if not self.apply_chat_template:
             raise BadRow(f"{key!r} is a list of chat messages, which needs --apply-chat-template")
-        if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+        if not prompt:
             raise BadRow(f"{key!r} must be a list of at least one message, each with a 'role' and its content")
-        return plain(prompt)
+        return [_message(message, f"message {number} of {key!r}") for number, message in enumerate(plain(prompt), 1)]
 
-    def _tools(self, row: dict[str, Any], tokenizer: Any) -> list[dict[str, Any]] | None:
+    def _tools(self, row: dict[str, Any], template: ChatTemplate | None) -> list[dict[str, Any]] | None:
         key = self.tool_key
         tools = row.get(key)
         if tools is None:
@@ -136,26 +142,36 @@ class PromptFormat:
             raise BadRow(f"{key!r} (--tool-key) is {_shown(tools)}; a list of objects, or one as JSON, is allowed")
         if not tools:
             return None
-        if not self.apply_chat_template:
+        if template is None:
             raise BadRow(f"{key!r} (--tool-key) holds tools, which need --apply-chat-template")
-        if "tools" not in tokenizer.get_chat_template(self.chat_template, tools):
+        if "tools" not in template.source(tools):
             raise BadRow(f"{key!r} (--tool-key) holds tools, which the chat template does not show to the model")
         return tools
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, tokenizer: Any) -> str:
+
+def _message(message: Any, where: str) -> Message:
+    try:
+        normal = normal_message(message)
+    except UserError as error:
+        raise BadRow(f"{where}: {error}") from error
+    for call in normal.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.chat_template_kwargs,
-            )
-        except (TemplateError, TypeError) as error:
-            raise BadRow(f"the chat template refuses the messages: {error}") from error
-        _check_unicode(text, "prompt")
-        return text
+            is_object = isinstance(parse_json(arguments), dict)
+        except BadRow:
+            is_object = False
+        if not is_object:
+            raise BadRow(f"{where}: the arguments of the call of {name} are no JSON object: {arguments!r:.80}")
+    return normal
+
+
+def _render(messages: list[Message], tools: list[dict[str, Any]] | None, template: ChatTemplate) -> str:
+    try:
+        text = template.prompt(messages, tools)
+    except UserError as error:
+        raise BadRow(str(error)) from error
+    _check_unicode(text, "prompt")
+    return text
 
 
 def _label(row: dict[str, Any], key: str) -> str:

@@ -5,15 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from miles.config import RunConfig
-from miles.utils.errors import UserError
-
-# In the stand-in for what the model wrote: no template has it, and no template changes it.
-MARK = "mIlEsMaRk"
-
-Message = dict[str, Any]
+from miles.rollout.chat_template import MARK, ChatTemplate, Message
 
 
 class NotAnExtension(ValueError):
@@ -47,14 +40,10 @@ class ChatFormat:
         kwargs: dict[str, Any] | None = None,
         name: str = "the tokenizer's chat template",
     ) -> None:
-        if chat_template is None and tokenizer.chat_template is None:
-            raise UserError("the tokenizer has no chat template; give --chat-template-path")
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._end_texts = [tokenizer.decode([end]) for end in sorted(end_ids)]
-        self._template = chat_template
-        self._kwargs = kwargs or {}
-        self._name = name
+        self._template = ChatTemplate(tokenizer, chat_template, kwargs, name)
 
     @classmethod
     def from_config(cls, config: RunConfig, tokenizer: Any, end_ids: frozenset[int]) -> "ChatFormat":
@@ -67,12 +56,12 @@ class ChatFormat:
         return cls(tokenizer, end_ids, chat_template=template, kwargs=kwargs, name=f"--chat-template-path {path}")
 
     def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        """The tokens of a whole conversation, up to where the model's next turn begins.
+        """The tokens of a whole conversation of normal messages, up to where the model's next turn begins.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self._ids(self._render(messages, tools, opened=True))
+        return self._ids(self._template.prompt(messages, tools))
 
     def follow(self, last_id: int, new: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """The tokens behind a turn that the model wrote: its end where the model left that out, what the template puts
@@ -80,7 +69,7 @@ class ChatFormat:
 
         Args:
             last_id: the last token that the model wrote.
-            new: messages of others than the model; results of tools first.
+            new: normal messages of others than the model; results of tools first.
 
         Raises:
             NotAnExtension: with these messages behind it the template writes the model's turn otherwise.
@@ -88,12 +77,12 @@ class ChatFormat:
         """
         results = [message for message in new if message["role"] == "tool"]
         before = [{"role": "user", "content": "."}, _stand_in(results)]
-        turn = self._render(before, tools, opened=False)
-        whole = self._render([*before, *new], tools, opened=True)
+        turn = self._template.render(before, tools, opened=False)
+        whole = self._template.render([*before, *new], tools, opened=True)
         written = turn.rfind(MARK) + len(MARK)
         if MARK not in turn or not whole.startswith(turn):
             raise NotAnExtension(
-                f"{self._name} does not keep an assistant's message as it was once "
+                f"{self._template.name} does not keep an assistant's message as it was once "
                 f"{' and '.join(dict.fromkeys(message['role'] for message in new))} messages follow it: conversations "
                 "can't be continued by their token ids; give another one by --chat-template-path"
             )
@@ -113,26 +102,6 @@ class ChatFormat:
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, opened: bool) -> str:
-        try:
-            try:
-                return self._rendered([_for_template(message) for message in messages], tools, opened)
-            except TypeError:
-                # Some templates join the arguments of calls to a text, most look into them.
-                return self._rendered([_for_template(message, text=True) for message in messages], tools, opened)
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"{self._name} refuses the messages: {error}") from error
-
-    def _rendered(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None, opened: bool) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=None if tools is None else list(tools),
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=opened,
-            **self._kwargs,
-        )
-
 
 def _stand_in(results: Sequence[Message]) -> Message:
     """A turn of the model that these results of tools answer, with reasoning for templates that leave that out."""
@@ -147,23 +116,3 @@ def _stand_in(results: Sequence[Message]) -> Message:
             for result in results
         ]
     return message
-
-
-def _for_template(message: Message, *, text: bool = False) -> Message:
-    """The message as templates expect it: contents are texts, arguments of calls are objects, or texts too."""
-    message = {**message, "content": message.get("content") or ""}
-    if "tool_calls" in message:
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], text)}}
-            for call in message["tool_calls"]
-        ]
-    return message
-
-
-def _arguments(arguments: str, text: bool) -> Any:
-    if text:
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):  # a model wrote it: too many digits, too deep
-        return arguments

@@ -2,11 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles.rollout.generate_hub.chat_format import Message
+from miles.rollout.chat_template import Message, normal_message
 from miles.rollout.generate_hub.tool_calls import ParsedTurn, checked_tools
 
 MODEL = "miles"
@@ -28,6 +28,8 @@ ONLY = {
 }
 USED = frozenset(("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"))
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
+# What a message may have besides role, content and calls.
+TEXTS = ("name", "tool_call_id", "reasoning_content")
 
 
 class BadRequest(Exception):
@@ -94,7 +96,7 @@ def read_request(body: Any) -> ChatRequest:
 
 
 def plain_message(message: Any) -> Message:
-    """A message with only what a chat template reads: two that differ in nothing else become equal.
+    """A normal message with only what a chat template reads: two that differ in nothing else become equal.
 
     Raises:
         BadRequest: it is no message, or holds more than text.
@@ -102,16 +104,18 @@ def plain_message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"each of messages must be an object with a role of {', '.join(sorted(ROLES))}")
-    plain: Message = {"role": message["role"], "content": _text(message.get("content"))}
-    for name in ("name", "tool_call_id"):
-        if message.get(name) is not None:
-            if not isinstance(message[name], str):
-                raise BadRequest(f"{name} must be a text, not {message[name]!r:.80}")
-            plain[name] = message[name]
-    if message["role"] == "tool" and "tool_call_id" not in plain:
+    try:
+        normal = normal_message(message)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    plain: Message = {name: normal[name] for name in ("role", "content", *TEXTS) if name in normal}
+    for name in TEXTS:
+        if not isinstance(plain.get(name, ""), str):
+            raise BadRequest(f"{name} must be a text, not {plain[name]!r:.80}")
+    if plain["role"] == "tool" and "tool_call_id" not in plain:
         raise BadRequest("a tool's message must have the tool_call_id of the call that it answers")
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = _calls(calls)
+    if "tool_calls" in normal:
+        plain["tool_calls"] = [_plain_call(call) for call in normal["tool_calls"]]
     return plain
 
 
@@ -159,26 +163,8 @@ def _messages(messages: Any) -> list[Message]:
     return plain
 
 
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"content must be a text or a list of text parts, not {content!r:.80}")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(f"only text is understood, not {part!r:.80}")
-    return "".join(part["text"] for part in content)
-
-
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    plain = []
-    for call in calls if isinstance(calls, Sequence) else [None]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        parts = (function.get("name"), function.get("arguments"), call.get("id")) if isinstance(function, dict) else ()
-        if not parts or not all(isinstance(part, str) for part in parts):
-            raise BadRequest("each of tool_calls must have an id and a function with name and arguments, all texts")
-        name, arguments, call_id = parts
-        plain.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-    return plain
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    if "id" not in call:
+        raise BadRequest("each of tool_calls must have an id")
+    function = {name: call["function"][name] for name in ("name", "arguments")}
+    return {"id": call["id"], "type": "function", "function": function}

@@ -117,7 +117,8 @@ def test_keys_that_a_column_of_objects_fills_up_with_null_are_taken_away(write):
     tokenizer.chat_template = "{{ messages | tojson }}{{ tools | tojson }}"
     weather = {"name": "weather", "parameters": {"city": {"type": "string"}}}
     clock = {"name": "clock", "parameters": {"zone": {"type": "string"}}}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    called = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "GMT"}}}
+    call = {"role": "assistant", "content": "", "tool_calls": [called]}
     chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}, call]]
     data = read(
         write(input=chats, tools=[[weather], [clock]]), tokenizer=tokenizer, label_key=None, apply_chat_template=True

@@ -174,8 +174,8 @@ def test_chat_messages_equal_the_tokenizers_own_rendering(write):
     ("messages", "message"),
     [
         ([], "at least one message"),
-        (["hi"], "each with a 'role'"),
-        ([{"content": "hi"}], "each with a 'role'"),
+        (["hi"], "message 1 of 'input': a message must be an object with a 'role'"),
+        ([{"content": "hi"}], "an object with a 'role'"),
         ([{"role": "tool", "content": "hi"}], "refuses the messages: this template knows"),
     ],
 )

@@ -44,11 +44,11 @@ def test_kept_where_there_is_an_agent(tools_config):
 def test_tools_by_path_are_in_the_prompt(tools_config, tokenizer, read):
     form = PromptFormat.from_config(tools_config, input_key="input", label_key=None)
     assert form.tools == TOOLS
-    form.check(tokenizer)
+    form.template_of(tokenizer)
     given = {"tools": form.tools, "chat_template": form.chat_template}
     sample = read({"input": "what?"}, **given)
     assert sample.prompt.startswith("tools: add divide\n<|user|>what?") and sample.metadata == {}
     sample = read({"input": "what?", "tools": TOOLS[:1]}, **given)
     assert sample.prompt.startswith("tools: add\n") and sample.metadata == {"tools": TOOLS[:1]}
     with pytest.raises(ValueError, match="--generate-tool-specs-path: the chat template does not show tools"):
-        PromptFormat(apply_chat_template=True, tools=TOOLS).check(tokenizer)
+        PromptFormat(apply_chat_template=True, tools=TOOLS).template_of(tokenizer)

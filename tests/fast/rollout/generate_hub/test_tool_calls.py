@@ -3,8 +3,8 @@ import json
 
 import pytest
 
+from miles.rollout.chat_template import _arguments
 from miles.rollout.generate_hub import tool_calls
-from miles.rollout.generate_hub.chat_format import _arguments
 from miles.rollout.generate_hub.tool_calls import CallParser, ToolCall, checked_tools, execute
 from miles.utils.types import Sample
 from tests.fast.rollout.generate_hub.scripted import TOOLS, call
@@ -95,7 +95,7 @@ async def test_arguments_that_are_no_object(arguments):
     [message], failed = await execute(None, [ToolCall("c", "add", arguments)], TOOLS, Sample())
     assert failed == 1 and "failed: the arguments are no JSON object: " in message["content"]
     assert len(message["content"]) < 300
-    _arguments(arguments, text=False)  # for the template: whatever it is
+    _arguments(arguments)  # for the template: whatever it is
 
 
 async def test_what_a_model_wrote_fakes_no_log_lines(caplog):
