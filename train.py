@@ -5,10 +5,10 @@ python train.py --help
 """
 
 import asyncio
-import sys
 
 from miles.config import RunConfig
 from miles.utils.arguments import parse_args
+from miles.utils.errors import ends_in_a_sentence
 
 
 async def run(config: RunConfig) -> None:
@@ -55,21 +55,17 @@ async def run(config: RunConfig) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run; a user's mistake ends in one sentence and exit code 1."""
-    config = parse_args()
+    """Parse the command line and run; a user's mistake ends in one sentence, anything else in its traceback."""
+    with ends_in_a_sentence():
+        config = parse_args()
 
-    from ray.exceptions import RayTaskError
+        from miles.ray.cluster import session
+        from miles.ray.failure import written_down
+        from miles.utils.logs import configure_logging
 
-    from miles.ray.cluster import session
-    from miles.utils.logs import configure_logging
-
-    configure_logging()
-    try:
-        with session(config):
+        configure_logging()
+        with written_down(config), session(config):
             asyncio.run(run(config))
-    except ValueError as error:
-        # An actor's ValueError arrives wrapped, with the traceback of its process as its text.
-        sys.exit(f"error: {error.cause if isinstance(error, RayTaskError) else error}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from miles.config import RunConfig
 from miles.training.batch import TrainBatch
 from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args
+from miles.utils.errors import ends_in_a_sentence
 from miles.utils.network import free_ports
 from miles.utils.types import Sample
 
@@ -170,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_in_a_sentence():
+        main()

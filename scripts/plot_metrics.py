@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 
 from miles.tracking.report import EVAL_DETAILS, read_metrics
+from miles.utils.errors import UserError, ends_in_a_sentence
 
 REWARD = "rollout/raw_reward"
 COLOURS = ("#1f6fb4", "#d95f02", "#2a9d5c", "#8e44ad", "#b8860b", "#c0392b", "#17a2b8", "#5d6d7e")
@@ -38,7 +39,7 @@ def series_of(steps: list[dict], run: str, only_reward: bool = False) -> list[Se
     """The reward and the evaluations of one run's metrics; `run` goes before each label. With `only_reward` it is it.
 
     Raises:
-        ValueError: there is neither.
+        UserError: there is neither.
     """
     curves: dict[str, list[Point]] = {}
     for step in steps:
@@ -56,7 +57,7 @@ def series_of(steps: list[dict], run: str, only_reward: bool = False) -> list[Se
                 before = base != name or "perf/eval_time" not in step
                 curves.setdefault(base, []).append((done if before else done + 1, value))
     if not curves:
-        raise ValueError(f"{run}: no step has {REWARD} or eval/<name>; is it a metrics.jsonl of a GRPO run?")
+        raise UserError(f"{run}: no step has {REWARD} or eval/<name>; is it a metrics.jsonl of a GRPO run?")
     if only_reward and run:
         return [Series(run, curves[REWARD], False)]
     names = sorted(curves, key=lambda name: name != REWARD)
@@ -161,7 +162,7 @@ def main() -> None:
             series_of(read_metrics(path), label, only_reward=options.show == "reward")
             for path, label in zip(options.metrics, labels, strict=True)
         ]
-    except (ValueError, OSError) as error:
+    except OSError as error:
         sys.exit(f"error: {error}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(draw(runs, options.title), encoding="utf-8")
@@ -169,4 +170,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_in_a_sentence():
+        main()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles.tracking.report import duration, read_metrics
+from miles.utils.errors import UserError, ends_in_a_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("runs/estimators")
@@ -53,9 +54,11 @@ class Result:
 
 
 def run(*command: str) -> None:
-    """Run a command in the repository; its failure ends the script."""
+    """Run a command in the repository; its failure ends the script with the same exit code."""
     print("+", *command, flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+    if code:
+        sys.exit(code)
 
 
 def warm_up() -> None:
@@ -87,10 +90,10 @@ def result_of(steps: list[dict]) -> Result:
     """What the table says about one run's metrics.
 
     Raises:
-        ValueError: the run did not end.
+        UserError: the run did not end.
     """
     if len(steps) < NUM_ROLLOUT:
-        raise ValueError(f"{len(steps)} of {NUM_ROLLOUT} rollouts are done")
+        raise UserError(f"{len(steps)} of {NUM_ROLLOUT} rollouts are done")
     rewards = [step["rollout/raw_reward"] for step in steps]
     return Result(
         first=sum(rewards[:ENDS]) / ENDS,
@@ -134,7 +137,7 @@ def main() -> None:
     for name, file in files.items():
         try:
             results[name] = result_of(read_metrics(ROOT / file))
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
     if not results:
         sys.exit(f"error: no run in {FOLDER} has ended")
@@ -144,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_in_a_sentence():
+        main()

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from miles.config.names import flag_of, negation_of
 from miles.config.resolve import Resolved
 from miles.config.run_config import SECTIONS
+from miles.config.secrets import masked, secrets_of
 from miles.config.section import base_type, field_kind
 
 USAGE = """\
@@ -75,15 +76,18 @@ def _entry(head: str, text: str, width: int) -> list[str]:
 
 
 def config_text(resolved: Resolved) -> str:
-    """Each value of a configuration and where it came from, by section, in aligned columns."""
+    """Each value of a configuration and where it came from, by section, in aligned columns; of secrets only stars."""
     config, origins = resolved.config, resolved.provenance
+    secrets = list(secrets_of(config.model_dump()))
     blocks = []
     for section in SECTIONS:
         rows = [(name, getattr(config, name)) for name in section.model_fields if name != "sglang"]
         if "sglang" in section.model_fields:
             rows = [(f"sglang_{name}", value) for name, value in config.sglang.items()]
         if rows:
-            blocks.append((section.title, [(name, _shown(value), origins[name]) for name, value in rows]))
+            blocks.append(
+                (section.title, [(name, masked(_shown(value), secrets), origins[name]) for name, value in rows])
+            )
     names, values = (max(len(row[i]) for _, rows in blocks for row in rows) for i in (0, 1))
     lines = []
     for title, rows in blocks:

@@ -82,9 +82,7 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
     if "group_indices" not in lists:
         group_of = {sample.index: sample.group_index for sample in samples}
         if strange := set(indices) - set(group_of):
-            raise UserError(
-                f"{flag} returned sample_indices {min(strange)}, which no sample has, and no group_indices"
-            )
+            raise UserError(f"{flag} returned sample_indices {min(strange)}, which no sample has, and no group_indices")
         lists["group_indices"] = [group_of[index] for index in indices]
     rewards = lists.get("rewards") if rewarded else None
     rows = _rows(flag, lists, rewards)

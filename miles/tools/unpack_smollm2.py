@@ -23,9 +23,7 @@ def find_gguf() -> Path:
         )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
-        raise UserError(
-            f"{Path(spec.origin).parent} holds {len(files)} .gguf files, one is expected: give --gguf PATH"
-        )
+        raise UserError(f"{Path(spec.origin).parent} holds {len(files)} .gguf files, one is expected: give --gguf PATH")
     return files[0]
 
 

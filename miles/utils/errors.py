@@ -1,4 +1,10 @@
-"""The class of the sentences that are written for a user, and errors in one line."""
+"""The class of the sentences that are written for a user, errors in one line, and how a command ends in one."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended: 128 and the signal's number
 
 
 class UserError(ValueError):
@@ -17,3 +23,44 @@ def one_line(error: BaseException) -> str:
     """Type and message, and the notes that were added to it."""
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     return "; ".join(" ".join(line.split()) for line in lines)
+
+
+@contextmanager
+def ends_in_a_sentence() -> Iterator[None]:
+    """Around a whole command: a UserError ends it in its sentence and exit code 1, Ctrl-C in silence.
+
+    Everything else passes, and Python shows its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        sys.exit(f"error: {sentence}")
+
+
+def sentence_of(
+    error: BaseException, inside: Callable[[BaseException], BaseException] = lambda error: error
+) -> str | None:
+    """What `error` says to a user, with the notes that were added to it; None if a user cannot set it right.
+
+    A group of exceptions speaks to a user if all of its members do.
+
+    Args:
+        inside: what a transport wrapped in an exception, or the exception itself.
+    """
+    cause = inside(error)
+    if isinstance(cause, BaseExceptionGroup):
+        parts = [sentence_of(member, inside) for member in cause.exceptions]
+        if None in parts:
+            return None
+    elif isinstance(cause, UserError):
+        parts = [str(cause)]
+    else:
+        return None
+    # A wrapper may have notes of its own, or show those of what it wraps.
+    notes = [note for one in (cause, error) for note in getattr(one, "__notes__", ())]
+    return "\n".join(dict.fromkeys([*parts, *notes]))

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from miles.backends.sglang_utils import supervisor
 from miles.backends.sglang_utils.supervisor import group_members
+from miles.config.secrets import MASK, is_secret
 
 LOG_TAIL_LINES = 30
 POLL_SECONDS = 0.2
@@ -28,7 +29,7 @@ class ServerProcess:
     Args:
         command: program and arguments; the program as an absolute path.
         environment: the whole environment of the server.
-        log_path: file for its stdout and stderr, overwritten; the first line is the command.
+        log_path: file for its stdout and stderr, overwritten; the first line is the command, without its secrets.
         health_url: answers 200 once the server can work.
     """
 
@@ -50,7 +51,7 @@ class ServerProcess:
         assert self._process is None, "the server was started before"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("w") as log:
-            log.write(shlex.join(self.command) + "\n")
+            log.write(shlex.join(_without_secrets(self.command)) + "\n")
             log.flush()
             self._process = subprocess.Popen(
                 [sys.executable, supervisor.__file__, str(os.getpid()), *self.command],
@@ -126,6 +127,11 @@ class ServerProcess:
     def _log_report(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return f"Last lines of {self.log_path}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    hidden = [flag.startswith("--") and is_secret(flag) for flag in command]
+    return [MASK if secret else word for secret, word in zip([False, *hidden[:-1]], command, strict=True)]
 
 
 def _how_it_ended(code: int) -> str:

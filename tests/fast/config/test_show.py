@@ -38,7 +38,7 @@ def test_the_page_of_flags_is_current():
 
 
 def test_print_config(argv, capsys):
-    assert exit_status(argv("--print-config --sglang-mem-fraction-static 0.3")) == 0
+    assert exit_status(argv("--print-config --sglang-mem-fraction-static 0.3 --sglang-api-key hush")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
     assert rows["seed"] == ["1234", "default"]
@@ -46,6 +46,7 @@ def test_print_config(argv, capsys):
     assert rows["rollout_num_gpus"] == ["4", "derived: --colocate: the engines use the trainer's GPUs"]
     assert rows["save"] == ["unset", "default"]
     assert rows["sglang_mem_fraction_static"] == ["0.3", "command line"]
+    assert rows["sglang_api_key"] == ["***", "command line"]
 
 
 def test_help_and_values_agree_about_offload(argv, capsys):

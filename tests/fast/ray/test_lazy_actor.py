@@ -6,8 +6,10 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from miles.config import RunConfig
+from miles.ray.failure import inside
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train import group
+from miles.utils.errors import sentence_of
 
 # Importable in the actors' processes only, as Megatron's and SGLang's classes are meant to be.
 MODULE = '''
@@ -16,11 +18,15 @@ import os
 import signal
 import time
 
+from miles.utils.errors import UserError
+
 
 class Counter:
     def __init__(self, start, step=1):
         if start < 0:
-            raise ValueError(f"start is {start}, it must not be negative")
+            raise UserError(f"start is {start}, it must not be negative")
+        if start > 100:
+            raise ValueError(f"start is {start}: a fault of the program")
         self.value, self.step = start, step
 
     def add(self, *values):
@@ -32,6 +38,11 @@ class Counter:
 
     def fail(self):
         raise KeyError("name")
+
+    def refuse_with_a_note(self):
+        error = UserError("give less")
+        error.add_note("of 3")
+        raise error
 
 
 class Meeting:
@@ -103,6 +114,26 @@ def test_errors_keep_their_type(options):
         with pytest.raises(AttributeError, match="no_such_method"):
             await counter.no_such_method()
         assert await counter.add(1) == 1  # it lives on
+
+    asyncio.run(go())
+
+
+def test_what_a_user_is_told_crosses_processes_with_its_notes(options):
+    refused, faulty = (ActorClient("lazy_example.Counter", start, options=options) for start in (-1, 101))
+    asker = ActorClient("lazy_example.Counter", 0, options=options)
+
+    async def failure(call):
+        with pytest.raises(Exception) as caught:
+            await call
+        return caught.value
+
+    async def go():
+        first = await failure(asker.refuse_with_a_note())
+        assert sentence_of(first, inside) == "give less\nof 3" and "in refuse_with_a_note" in str(first)
+        # Handed on by another actor it stays what it is.
+        assert sentence_of(await failure(asker.add(refused.add(1))), inside) == "start is -1, it must not be negative"
+        fault = await failure(faulty.add(1))
+        assert sentence_of(fault, inside) is None and "start is 101: a fault of the program" in str(fault)
 
     asyncio.run(go())
 

@@ -46,6 +46,7 @@ def server(tmp_path):
 
 def test_start_health_and_end_with_its_children(server, tmp_path):
     process = server(HEALTHY)
+    process.command += ["--api-key", "hush"]
     process.start()
     process.wait_healthy(20)
     process.check()
@@ -56,7 +57,8 @@ def test_start_health_and_end_with_its_children(server, tmp_path):
     process.terminate()
     with pytest.raises(ServerDied, match="SIGTERM"):
         process.check()
-    assert (tmp_path / "server.log").read_text().startswith(sys.executable)
+    log = (tmp_path / "server.log").read_text()
+    assert log.startswith(sys.executable) and "--api-key '***'\n" in log and "hush" not in log
 
 
 LEAVES_A_FILE = """
