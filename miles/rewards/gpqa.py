@@ -4,19 +4,26 @@ https://arxiv.org/abs/2311.12022).
 The answer is the first that is found of, in what follows the last </think> (or all of it, without one):
 1. what the last \boxed or \fbox holds, if there is one: then nothing else counts;
 2. the letter after the last "answer is", "answer:" or "choice is";
-3. the last line, if it is nothing but a letter.
-A letter may stand in (), [], ** or \text{}, and alone: "answer: A or B" and "answer: A good one" give none.
+3. the last line, if it is nothing but a letter, or the only one that is a letter and its text, such as "B: Paris".
+A letter may stand in (), [], **, \text{}, \mathbf{} and the like, and be followed by a mark and its text. It must be the
+only one: "answer: A or B" and "answer: A good one" give none.
 """
 
 import re
 
 from miles.config import RunConfig
-from miles.rewards.answers import after_thinking, last_box
+from miles.rewards.answers import after_thinking, last_box, plain_signs
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
-_LETTER = r"(?:[*_`$\s]|\\text\s*\{|\\mathrm\s*\{|\\textbf\s*\{)*[(\[]?([A-Za-z])[)\]]?"
+_FONT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt|bb|cal)|boldsymbol|bm|mbox|bf|rm)\s*\{|\{|\\bf\s|\\rm\s"
+)
+_LETTER = rf"(?:[*_`$\s]|{_FONT})*[(\[]?([A-Za-z])[)\]]?"
 _ALONE = re.compile(rf"{_LETTER}[)\].:*_`$}}\s]*")
+# Only a mark tells "B: 5 m" from a word, or from text that starts with A.
+_WITH_TEXT = re.compile(rf"{_LETTER}(?:(?<=[)\]])|[*_`$}}]*[.:)])[*_`$}}\s\\]*\S.*", re.DOTALL)
+_OTHER_OPTION = re.compile(r"(?<![A-Za-z])[A-Z](?:[)\]]|[:.](?=\s))")
 _ANNOUNCED = re.compile(r"\b(?:answer|choice|option)\b\W{0,8}?(?:\s+is|\s*[:=])[:\s]*", re.IGNORECASE)
 # After the letter: the end, or a mark. Between it and more text a word only if that is no second choice.
 _FOLLOWED = re.compile(rf"{_LETTER}(?:[)\].:,;*_`$}}]+|\s+(?:because|since|as|with|for)\b|\s*(?:\n|$))")
@@ -28,28 +35,48 @@ async def gpqa_reward(config: RunConfig, sample: Sample) -> float:
 
     Raises: ValueError for a label that is not one letter.
     """
-    label = _ALONE.fullmatch(sample.label.strip())
-    if label is None:
-        raise UserError(f"the label {sample.label!r} is not the letter of a choice, such as B")
-    return float(find_choice(sample.response) == label.group(1).upper())
+    return float(find_choice(sample.response) == read_label(sample.label))
+
+
+def read_label(label: str) -> str:
+    """The letter, in upper case. Raises: ValueError if it is not one."""
+    box = last_box(label)
+    letter = _ALONE.fullmatch(label.strip() if box is None else box)
+    if letter is None:
+        raise UserError(f"the label {label!r} is not the letter of a choice, such as B")
+    return letter[1].upper()
 
 
 def find_choice(text: str) -> str | None:
     """The letter that the text chooses, in upper case; None without one, or with more than one."""
     answer = after_thinking(text)
-    text = (text if answer is None else answer)[-2000:]
+    text = plain_signs((text if answer is None else answer)[-2000:])
     if r"\boxed" in text or r"\fbox" in text:
-        box = _ALONE.fullmatch(last_box(text) or "")
-        return box and box.group(1).upper()
+        return _option(last_box(text) or "")
     announced = [match.end() for match in _ANNOUNCED.finditer(text)]
     if announced:
         letter = _FOLLOWED.match(text, announced[-1])
         if letter is None or not _is_letter(text, letter) or _SECOND.match(text, letter.end(1)):
             return None
-        return letter.group(1).upper()
-    lines = text.strip().splitlines()
-    line = _ALONE.fullmatch(lines[-1].strip()) if lines else None
-    return line and line.group(1).upper()
+        return letter[1].upper()
+    options = [_option(line) for line in text.strip().splitlines()]
+    if not options or options[-1] is None:
+        return None
+    line = text.strip().splitlines()[-1]
+    alone = _ALONE.fullmatch(line.strip()) is not None
+    return options[-1] if alone or sum(option is not None for option in options) == 1 else None
+
+
+def _option(text: str) -> str | None:
+    """The letter of a text that is a letter, or a letter with a mark behind it and its text, without a second one."""
+    letter = _ALONE.fullmatch(text.strip())
+    if letter is None:
+        letter = _WITH_TEXT.fullmatch(text.strip())
+        if letter is None or _SECOND.match(text.strip(), letter.end(1)):
+            return None
+        if _OTHER_OPTION.search(text.strip(), letter.end(1) + 1):
+            return None
+    return letter[1].upper()
 
 
 def _is_letter(text: str, letter: re.Match[str]) -> bool:

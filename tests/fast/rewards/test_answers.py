@@ -65,8 +65,38 @@ DAPO = [
     ("42", "42", -1),
     ("Answer: 42" + "." * 300, "42", -1),
     ("Answer:", "42", -1),
-    ("Answer:\n42", "42", -1),
-    ("Answer: ４２", "42", -1),
+    ("Answer:\n42", "42", 1),
+    ("**Answer:**\n\n42\n\nHope that helps", "42", 1),
+    ("Answer:\n$$\n42\n$$", "42", 1),
+    ("Answer:\n\\[\n42\n\\]\n", "42", 1),
+    ("Answer: 42\nAnswer:", "42", -1),
+    ("Answer:\nAnswer: 42", "42", 1),
+    ("Answer：４２", "42", 1),
+    ("Answer: −7", "-7", 1),
+    ("Answer: −7", "7", -1),
+    ("Answer: －7", "-7", 1),
+    ("Answer: –7", "-7", 1),
+    ("Answer: 5–7", "-2", -1),
+    ("Answer: 5–7", "57", -1),
+    ("Answer: 1{,}234", "1234", 1),
+    ("Answer: 1{,}234,567", "1,234,567", -1),
+    (r"Answer: $7\,500$", "7500", 1),
+    ("Answer: 7 500", "7,500", 1),
+    ("Answer: 31/4", "3 1/4", -1),
+    ("Answer: 3 1/4", "3 1/4", 1),
+    ("Answer: 12", "1 2", -1),
+    (r"Answer: 3\frac14", r"3 \frac{1}{4}", 1),
+    ("Answer: x >= 42", "42", -1),
+    ("Answer: x + g", "x+m", -1),
+    ("Answer: a + 1", "+1", -1),
+    ("Answer: in", "m", -1),
+    ("Answer: 6 m", "6", 1),
+    (r"Answer: 6 \text{ square units}", "6", 1),
+    (r"Answer: $90^\circ$", "90", 1),
+    (r"Answer: $90^{\circ}$.", "90", 1),
+    ("Answer: 50%", "50", 1),
+    ("Answer: a square", "square", 1),
+    ("Answer: 5 squared", "5", -1),
     ("", "42", -1),
 ]
 
@@ -88,9 +118,9 @@ async def test_dapo_by_both_keys(engine_config):
 
 
 async def test_dapo_needs_a_label_with_something_in_it():
-    assert normalize("a dollars") == ""
+    assert normalize(" $ $ ") == "" and normalize("a dollar") == "dollar"
     with pytest.raises(ValueError, match="nothing is left of the label"):
-        await dapo_reward(None, Sample(response="Answer:", label="a"))
+        await dapo_reward(None, Sample(response="Answer:", label=r"\boxed{}"))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +162,30 @@ GPQA = [
     (r"\boxed{B}", "B"),
     (r"\boxed{\text{B}}", "B"),
     (r"\boxed{(b)}", "B"),
+    (r"\boxed{\mathbf{B}}", "B"),
+    (r"\boxed{\mathrm{(B)}}", "B"),
+    (r"\boxed{\textbf{(B)}\ 5}", "B"),
+    (r"\boxed{\textbf{(B) } 5 \text{ m}}", "B"),
+    (r"\boxed{\boldsymbol{B}}", "B"),
+    (r"\boxed{{\bf B}}", "B"),
+    (r"\boxed{\text{B: Paris}}", "B"),
+    (r"\boxed{B: 5 m}", "B"),
+    (r"\boxed{(B) 5 m}", "B"),
+    (r"\boxed{A: 5, B: 6}", None),
+    (r"\boxed{(A) and (B)}", None),
+    (r"\boxed{B 5}", None),
+    (r"\boxed{Banana: yes}", None),
+    (r"\boxed{\frac{B}{2}}", None),
+    (r"\boxed{\mathbf{B}", None),
+    (r"The answer is $\mathbf{B}$.", "B"),
+    (r"Answer: \textbf{(B)}", "B"),
+    ("Answer: B: Paris", "B"),
+    ("Answer: **B: Paris**", "B"),
+    ("Answer：Ｂ", "B"),
+    ("It is in France.\nB: Paris", "B"),
+    ("It is in France.\n**(B)** Paris", "B"),
+    ("A: Lyon\nB: Paris", None),
+    ("So: A: Lyon\nB: Paris or C: Rome", None),
     (r"\boxed{B, C}", None),
     (r"\boxed{ABCD}", None),
     (r"The answer is A. \boxed{}", None),
@@ -167,7 +221,7 @@ def test_choices(text, choice):
 
 
 async def test_gpqa():
-    for label in ("B", "b", "(B)", " B. "):
+    for label in ("B", "b", "(B)", " B. ", r"\boxed{B}", r"$\mathbf{B}$"):
         assert await gpqa_reward(None, Sample(response="Answer: B", label=label)) == 1
         assert await gpqa_reward(None, Sample(response="Answer: C", label=label)) == 0
         assert await gpqa_reward(None, Sample(response="none", label=label)) == 0
