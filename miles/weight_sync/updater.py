@@ -70,6 +70,8 @@ class WeightUpdater:
     ):
         self.engines, self.rank, self.group, self.buffer_size = engines, rank, group, buffer_size
         self.flush_cache, self.pause_mode = flush_cache, pause_mode
+        # The other ranks wait meanwhile, up to `timeout`: who waits for an engine has to say so before them.
+        self.load_timeout = 0.9 * timeout.total_seconds()
         index = CheckpointIndex(checkpoint_folder)
         self.gatherer = Gatherer(chunks, family, hf_config, parallel, index, buffer_size, reads_copy)
         self.names = list(self.gatherer.plan.shapes)
@@ -101,7 +103,8 @@ class WeightUpdater:
         start = time.perf_counter()
         buckets = self.gatherer.buckets
         with BackgroundLoop() as loop:
-            link = Link(loop, {number: SGLangClient(engine.url) for number, engine in enumerate(self.engines)})
+            clients = [SGLangClient(engine.url, load_timeout=self.load_timeout) for engine in self.engines]
+            link = Link(loop, dict(enumerate(clients)))
             sessions = {
                 number: self._session(engine, link.clients[number], version)
                 for number, engine in enumerate(self.engines)

@@ -10,7 +10,13 @@ import orjson
 
 BODY_CHARS_IN_ERROR = 500
 BACKOFF_SECONDS = 0.5
+# For what the server's scheduler carries out, between two steps of the model: pause, flush, release, resume, a bucket.
 CONTROL_TIMEOUT_SECONDS = 300.0
+# For what its HTTP process answers by itself.
+QUICK_TIMEOUT_SECONDS = 60.0
+# Of `require_reachable`: how often it tries, and how long it waits for an answer.
+CONNECT_ATTEMPTS = 3
+CONNECT_SECONDS = 2.0
 # SGLang closes a connection that has been idle for 5 seconds: a request must not meet the end of it.
 KEEP_ALIVE_SECONDS = 2.0
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -42,14 +48,24 @@ class SGLangClient:
 
     Args:
         request_timeout: seconds that one generate request may take, over which it fails without a retry.
+        load_timeout: seconds for what reads all weights: loading a checkpoint, checksums, random weights. Less than
+            --distributed-timeout-minutes, which the trainer's other ranks wait meanwhile.
         retries: further attempts of a `score` request after a lost connection or a 5xx answer, 0.5, 1, 2, ... seconds
             apart. All else is sent once: `EnginePool` sends what generates to another engine, and repeating a control
             call that half happened is the caller's decision.
     """
 
-    def __init__(self, url: str, *, request_timeout: float = 1800.0, retries: int = 3) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout: float = 1800.0,
+        load_timeout: float = CONTROL_TIMEOUT_SECONDS,
+        retries: int = 3,
+    ) -> None:
         self.url = url
         self._request_timeout = request_timeout
+        self._load_timeout = load_timeout
         self._retries = retries
         self._session: aiohttp.ClientSession | None = None
 
@@ -91,7 +107,8 @@ class SGLangClient:
         return await self._generate(body | {"logprob_start_len": start}, retries=self._retries)
 
     async def _generate(self, body: dict, retries: int) -> list[dict]:
-        replies = await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=retries)
+        timeout, flag = self._request_timeout, "--rollout-request-timeout"
+        replies = await self._call("POST", "/generate", body, timeout=timeout, retries=retries, flag=flag)
         asked = len(body["input_ids"])
         if not isinstance(replies, list) or len(replies) != asked:
             got = f"{len(replies)} samples" if isinstance(replies, list) else repr(replies)
@@ -101,31 +118,53 @@ class SGLangClient:
     async def detokenize(self, ids: list[list[int]]) -> list[str]:
         """The text of each list of ids, special tokens too, by the server's tokenizer."""
         body = {"tokens": ids, "skip_special_tokens": False}
-        reply = await self._control("/detokenize", body)
+        reply = await self._control("/detokenize", body, timeout=QUICK_TIMEOUT_SECONDS)
         return reply["text"]
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort the request `request_id`; all requests where it is None."""
         body = {"abort_all": True} if request_id is None else {"rid": request_id}
-        await self._control("/abort_request", body)
+        await self._control("/abort_request", body, timeout=QUICK_TIMEOUT_SECONDS)
 
     # State
 
     async def health(self) -> None:
         """Raise unless the server is up."""
-        await self._call("GET", "/health", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        await self._get("/health")
+
+    async def require_reachable(self) -> None:
+        """Raise SGLangError if nothing takes a connection, several times in a row.
+
+        Any answer will do, and one that is late is not missing: a server under load may have others to give first.
+        """
+        for attempt in range(1, CONNECT_ATTEMPTS + 1):
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await self.model_info()
+                return
+            except TimeoutError:
+                return
+            except SGLangError as error:
+                if error.status is not None:
+                    return
+                if attempt == CONNECT_ATTEMPTS:
+                    raise
+            await asyncio.sleep(BACKOFF_SECONDS)
 
     async def model_info(self) -> dict:
         """The server's model; `weight_version` is the version of its weights."""
-        return await self._call("GET", "/model_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        return await self._get("/model_info")
 
     async def server_info(self) -> dict:
-        """The server's arguments and `internal_states`, one a data-parallel rank."""
-        return await self._call("GET", "/server_info", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        """The server's arguments and `internal_states`, one a data-parallel rank, which its scheduler gives.
+
+        It touches no memory of a GPU: it can be asked for at any time, also while memory is away.
+        """
+        return await self._get("/server_info", timeout=CONTROL_TIMEOUT_SECONDS)
 
     async def running_requests(self) -> int:
-        """How many requests run or wait."""
-        reply = await self._call("GET", "/v1/loads?include=core", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        """How many requests run or wait, as the scheduler last wrote down: what has just ended may still count."""
+        reply = await self._get("/v1/loads?include=core")
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"])
 
     async def flush_cache(self, timeout: float = 60.0) -> None:
@@ -137,8 +176,8 @@ class SGLangClient:
         await self._control("/pause_generation", {"mode": mode})
 
     async def continue_(self) -> None:
-        """Go on after `pause`."""
-        await self._control("/continue_generation", {})
+        """Go on after `pause`. Waits for a pause that is not through: one of a server that hangs never is."""
+        await self._control("/continue_generation", {}, timeout=QUICK_TIMEOUT_SECONDS)
 
     # Memory
 
@@ -229,23 +268,24 @@ class SGLangClient:
     async def update_weights_from_disk(self, folder: str) -> None:
         """Load the safetensors checkpoint in `folder`, a path on the server's machine. The prefix cache is kept."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-        reply = await self._control("/update_weights_from_disk", body)
+        reply = await self._load("/update_weights_from_disk", body)
         self._require_success("/update_weights_from_disk", reply)
 
     async def weight_checksums(self) -> list[dict[str, str]]:
         """For each TP rank a hash of every tensor of its model, by SGLang's name for it."""
-        reply = await self._control("/weights_checker", {"action": "checksum"})
+        reply = await self._load("/weights_checker", {"action": "checksum"})
         self._require_success("/weights_checker", reply)
         return [rank["checksums"] for rank in reply["ranks"]]
 
     async def reset_weights(self) -> None:
         """Overwrite every tensor of the model with random numbers."""
-        reply = await self._control("/weights_checker", {"action": "reset_tensors"})
+        reply = await self._load("/weights_checker", {"action": "reset_tensors"})
         self._require_success("/weights_checker", reply)
 
     async def update_weight_version(self, version: str) -> None:
         """Set the version that is reported with each sample. Running requests go on."""
-        reply = await self._control("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        body = {"new_version": version, "abort_all_requests": False}
+        reply = await self._control("/update_weight_version", body, timeout=QUICK_TIMEOUT_SECONDS)
         self._require_success("/update_weight_version", reply)
 
     # Transport
@@ -254,10 +294,19 @@ class SGLangClient:
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise SGLangError(self.url + path, 200, repr(reply), 1)
 
-    async def _control(self, path: str, body: dict | None) -> object:
-        return await self._call("POST", path, body, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+    async def _control(self, path: str, body: dict | None, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> object:
+        return await self._call("POST", path, body, timeout=timeout, retries=0)
 
-    async def _call(self, method: str, path: str, body: dict | None, *, timeout: float, retries: int) -> object:
+    async def _load(self, path: str, body: dict) -> object:
+        flag = "bounded by --distributed-timeout-minutes"
+        return await self._call("POST", path, body, timeout=self._load_timeout, retries=0, flag=flag)
+
+    async def _get(self, path: str, *, timeout: float = QUICK_TIMEOUT_SECONDS) -> object:
+        return await self._call("GET", path, None, timeout=timeout, retries=0)
+
+    async def _call(
+        self, method: str, path: str, body: dict | None, *, timeout: float, retries: int, flag: str = "timeout"
+    ) -> object:
         """The decoded answer: JSON where the server says so, else text. Anything but 2xx raises `SGLangError`."""
         url = self.url + path
         content, headers = (None, None) if body is None else (orjson.dumps(body), JSON_HEADERS)
@@ -276,7 +325,7 @@ class SGLangClient:
                     if failure.refused:
                         raise failure
             except TimeoutError as error:
-                raise SGLangError(url, None, f"nothing within {timeout:g} s (timeout)", attempt) from error
+                raise SGLangError(url, None, f"nothing within {timeout:g} s ({flag})", attempt) from error
             except (aiohttp.ClientError, ConnectionError, ValueError) as error:
                 failure = SGLangError(url, None, f"{type(error).__name__}: {error}", attempt)
             if attempt <= retries:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.backends.sglang_utils.client import CONTROL_TIMEOUT_SECONDS, SGLangClient, SGLangError
+from miles.backends.sglang_utils.client import QUICK_TIMEOUT_SECONDS, SGLangClient, SGLangError
 from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
 from miles.utils.errors import UserError
@@ -43,23 +43,25 @@ class RouterClient(SGLangClient):
     async def _generate_one(self, input_ids: list[int], sampling_params: dict[str, object]) -> dict | SGLangError:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         try:
-            return await self._call("POST", "/generate", body, timeout=self._request_timeout, retries=0)
+            return await self._call(
+                "POST", "/generate", body, timeout=self._request_timeout, retries=0, flag="--rollout-request-timeout"
+            )
         except SGLangError as error:
             return error
 
     async def workers(self) -> dict[str, dict]:
         """The router's engines by URL; of each its `id` and whether it `is_healthy`."""
-        reply = await self._call("GET", "/workers", None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        reply = await self._get("/workers")
         return {worker["url"]: worker for worker in reply["workers"]}
 
     async def add_worker(self, url: str) -> None:
         """Have the router add an engine; it does so after it has answered."""
-        await self._control("/workers", {"url": url})
+        await self._control("/workers", {"url": url}, timeout=QUICK_TIMEOUT_SECONDS)
 
     async def remove_worker(self, worker_id: str) -> None:
         """Have the router take an engine out."""
         path = f"/workers/{worker_id}"
-        await self._call("DELETE", path, None, timeout=CONTROL_TIMEOUT_SECONDS, retries=0)
+        await self._call("DELETE", path, None, timeout=QUICK_TIMEOUT_SECONDS, retries=0)
 
     async def wait_for(self, urls: Sequence[str], timeout: float) -> None:
         """Wait until all of `urls` are healthy engines of the router. Raises TimeoutError."""
@@ -172,8 +174,8 @@ class ExternalRouter:
         return url
 
     async def check(self) -> None:
-        """Raise SGLangError if the router does not answer."""
-        await self._client.health()
+        """Raise SGLangError if nothing listens there any more."""
+        await self._client.require_reachable()
 
     async def shutdown(self) -> None:
         """Take the engines out that were added; a second call does nothing. The router goes on."""

@@ -36,7 +36,7 @@ class MisbehavingServer:
         app = web.Application(client_max_size=2**26)
         app[SERVER] = self
         app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/{path:.*}", self._play)
+        app.router.add_route("*", "/{path:.*}", self._play)
         self._server = TestServer(app)
         await self._server.start_server(shutdown_timeout=0.1)
         self.url = str(self._server.make_url("")).rstrip("/")
@@ -46,7 +46,7 @@ class MisbehavingServer:
         await self._server.close()
 
     async def _play(self, request):
-        self.seen.append(await request.json())
+        self.seen.append(await request.json() if request.can_read_body else None)
         self.arrived.set()
         return await self.script[min(len(self.seen), len(self.script)) - 1](request)
 

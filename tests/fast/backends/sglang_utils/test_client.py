@@ -92,6 +92,38 @@ async def test_hang_is_bounded(misbehaving):
     assert len(misbehaving.seen) == 1
 
 
+async def test_what_reads_all_weights_has_a_limit_of_its_own(misbehaving, monkeypatch):
+    monkeypatch.setattr(client_module, "CONTROL_TIMEOUT_SECONDS", 0.05)
+
+    async def loads(request):
+        await asyncio.sleep(0.3)
+        return await says(body={"success": True, "ranks": []})(request)
+
+    misbehaving.script = [loads]
+    calls = [lambda c: c.update_weights_from_disk("/f"), SGLangClient.weight_checksums, SGLangClient.reset_weights]
+    async with SGLangClient(misbehaving.url, load_timeout=20.0) as client:
+        await asyncio.gather(*(call(client) for call in calls))
+    async with SGLangClient(misbehaving.url, load_timeout=0.1) as client:
+        with pytest.raises(SGLangError, match="update_weights_from_disk: .* nothing within 0.1 s"):
+            await client.update_weights_from_disk("/f")
+
+
+@pytest.mark.parametrize("fault", [says(503), says(500), says(body={}), hangs])
+async def test_who_answers_anything_or_late_is_there(misbehaving, monkeypatch, fault):
+    monkeypatch.setattr(client_module, "CONNECT_SECONDS", 0.2)
+    misbehaving.script = [reset, reset, fault]
+    async with SGLangClient(misbehaving.url) as client:
+        await client.require_reachable()
+
+
+async def test_who_takes_no_connection_several_times_is_not(unused_tcp_port, misbehaving):
+    misbehaving.script = [reset]
+    for url in (misbehaving.url, f"http://127.0.0.1:{unused_tcp_port}"):
+        async with SGLangClient(url) as client:
+            with pytest.raises(SGLangError, match="no answer"):
+                await client.require_reachable()
+
+
 async def test_nobody_listens(unused_tcp_port):
     async with SGLangClient(f"http://127.0.0.1:{unused_tcp_port}", retries=1) as client:
         with pytest.raises(SGLangError, match="no answer after 2 attempts"):
