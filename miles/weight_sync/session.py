@@ -7,6 +7,9 @@ from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 
 logger = logging.getLogger(__name__)
 
+# Of a flush beside requests that may go on: what was aborted ends with the step that runs.
+FLUSH_SECONDS = 1.0
+
 
 async def delivery(url: str, names: list[str], sending: Awaitable[None]) -> None:
     """Await `sending` of the tensors `names` to the engine at `url`.
@@ -45,22 +48,28 @@ class UpdateSession:
         """Empty the engine's cache, with flush_cache, and pause it."""
         if self.flush_cache and self.pause_mode != "abort":
             # Before the pause, after which a batch that has ended still counts as running.
-            if running := await self.client.running_requests():
-                # SGLang refuses to flush now, and dies where an update is told to.
-                logger.warning(
-                    "%s goes on with %d requests after the update (--pause-generation-mode %s): cached prefixes that "
-                    "they share were computed with the old weights",
-                    self.client.url,
-                    running,
-                    self.pause_mode,
-                )
-            else:
-                await self.client.flush_cache()
+            await self._flush_unless_in_use()
         # Set first: a pause that failed midway may have happened.
         self._paused = True
         await self.client.pause(self.pause_mode)
         if self.flush_cache and self.pause_mode == "abort":
             await self.client.flush_cache()
+
+    async def _flush_unless_in_use(self) -> None:
+        """Empty the cache. Where requests go on SGLang refuses, and dies where an update is told to."""
+        try:
+            # Tried whatever it reports as running: that is late, and skipped flushes after an abort of all.
+            await self.client.flush_cache(FLUSH_SECONDS)
+        except SGLangError as error:
+            if error.status != 400:
+                raise
+            logger.warning(
+                "%s goes on with %d requests after the update (--pause-generation-mode %s): cached prefixes that they "
+                "share were computed with the old weights",
+                self.client.url,
+                await self.client.running_requests(),
+                self.pause_mode,
+            )
 
     def sent(self, names: Iterable[str]) -> None:
         """Note that the engine has taken these tensors. Raises RuntimeError where one was not to be sent."""

@@ -16,7 +16,7 @@ from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.weight_sync import check
+from miles.weight_sync import check, session
 from miles.weight_sync.gather import live
 from miles.weight_sync.updater import EngineTarget, WeightUpdater
 from tests.fast.weight_sync.conftest import StageModel, alone
@@ -155,8 +155,9 @@ async def leave_group(url, name):
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_request_that_runs_meanwhile(server, tiny_checkpoint, group, mode, caplog):
+def test_a_request_that_runs_meanwhile(server, tiny_checkpoint, group, mode, caplog, monkeypatch):
     """It is ended, or goes on, and then the cache keeps old prefixes until an update finds the engine idle."""
+    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.0)
     other = perturbed(tiny_checkpoint, 4)
     updater = updater_of(other, tiny_checkpoint, local(server), group, pause_mode=mode)
     length = 250

@@ -8,12 +8,12 @@ from miles.weight_sync.session import UpdateSession, delivery
 
 
 class FakeClient:
-    """Records calls; those named in `failing` raise."""
+    """Records calls; those named in `failing` raise. `running`: requests that it reports. busy: a flush is refused."""
 
     url = "http://engine"
 
-    def __init__(self, *failing, running=0):
-        self.failing, self.calls, self.running = failing, [], running
+    def __init__(self, *failing, running=0, busy=False):
+        self.failing, self.calls, self.running, self.busy = failing, [], running, busy
 
     async def _call(self, name, *arguments):
         self.calls.append(" ".join([name, *arguments]))
@@ -27,8 +27,10 @@ class FakeClient:
         await self._call("running_requests")
         return self.running
 
-    async def flush_cache(self):
+    async def flush_cache(self, timeout=60.0):
         await self._call("flush_cache")
+        if self.busy:
+            raise SGLangError(self.url, 400, "pending requests", 1)
 
     async def update_weight_version(self, version):
         await self._call("version", version)
@@ -62,8 +64,8 @@ AFTER = ["deliver", "deliver", "version 3", "continue_", "close"]
     "mode, before",
     [
         ("abort", ["pause abort", "flush_cache"]),
-        ("retract", ["running_requests", "flush_cache", "pause retract"]),
-        ("in_place", ["running_requests", "flush_cache", "pause in_place"]),
+        ("retract", ["flush_cache", "pause retract"]),
+        ("in_place", ["flush_cache", "pause in_place"]),
     ],
 )
 async def test_order_of_an_update(mode, before):
@@ -75,11 +77,19 @@ async def test_order_of_an_update(mode, before):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_cache_in_use_is_not_flushed_in_silence(mode, caplog):
     """SGLang answers 400 then, and an update that is told to flush ends it."""
-    client = FakeClient(running=2)
+    client = FakeClient(running=2, busy=True)
     with caplog.at_level(logging.WARNING):
         await run(client, [["a", "b"], ["c"]], mode=mode)
-    assert client.calls == ["running_requests", f"pause {mode}", *AFTER]
+    assert client.calls == ["flush_cache", "running_requests", f"pause {mode}", *AFTER]
     assert f"goes on with 2 requests after the update (--pause-generation-mode {mode})" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_requests_that_were_just_aborted_keep_no_cache_from_being_flushed(mode, caplog):
+    """The engine still reports them: what it reports was written down before."""
+    client = FakeClient(running=2)
+    await run(client, [["a", "b"], ["c"]], mode=mode)
+    assert client.calls == ["flush_cache", f"pause {mode}", *AFTER] and not caplog.records
 
 
 @pytest.mark.parametrize("failing", [None, "pause", "deliver", "version"])
