@@ -126,6 +126,21 @@ def _quantized_engines(v: Values) -> Iterator[str]:
         )
 
 
+def has_draft(algorithm: str | None) -> bool:
+    """Whether an algorithm of --sglang-speculative-algorithm has a draft model; NGRAM looks up what was written."""
+    return algorithm is not None and algorithm.upper() != "NGRAM"
+
+
+def _speculation(v: Values) -> Iterator[str]:
+    algorithm = v.sglang.get("speculative_algorithm")
+    if v.needs_engines and v.needs_trainer and not v.rollout_external and has_draft(algorithm):
+        yield (
+            f"--sglang-speculative-algorithm {algorithm}: its draft model gets no new weights, or the target's by "
+            "mistake, and loses its own where the engine's memory is released, so that hardly a draft would be "
+            "accepted; drop it, or give NGRAM, which has none"
+        )
+
+
 def _router(v: Values) -> Iterator[str]:
     ip, port, policy = v.sglang_router_ip, v.sglang_router_port, v.sglang_router_policy
     if (ip is None) != (port is None):
@@ -144,7 +159,7 @@ def _router(v: Values) -> Iterator[str]:
         )
 
 
-ENGINE_RULES = (_engine_gpus, _external_engines, _engine_parallel_sizes, _quantized_engines, _router)
+ENGINE_RULES = (_engine_gpus, _external_engines, _engine_parallel_sizes, _quantized_engines, _speculation, _router)
 
 
 def engine_warnings(v: Values) -> Iterator[str]:

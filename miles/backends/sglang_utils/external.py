@@ -6,6 +6,7 @@ from pathlib import Path
 
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.config.engine_rules import has_draft
 from miles.utils.errors import UserError
 
 # Keys of config.json that say nothing about the model.
@@ -45,11 +46,8 @@ class ExternalEngine:
         return url
 
     async def check(self) -> None:
-        """Raise SGLangError if the server does not answer.
-
-        Its health is not asked for: that generates a token unless its environment says otherwise, and fails under load.
-        """
-        await self._client.model_info()
+        """Raise SGLangError if nothing listens there any more. One that answers late, or with an error, is there."""
+        await self._client.require_reachable()
 
     async def shutdown(self) -> None:
         """Let go of the server, which runs on."""
@@ -78,6 +76,9 @@ def _server_problems(config: RunConfig, info: dict) -> list[str]:
         problems.append(f"has dtype {info['dtype']}, the trainer has {dtype}: start it with --dtype {dtype}")
     if config.needs_trainer and info["quantization"] is not None:
         problems.append(f"has quantization {info['quantization']}, which weights cannot be sent to: start it without")
+    if config.needs_trainer and has_draft(info["speculative_algorithm"]):
+        name = info["speculative_algorithm"]
+        problems.append(f"has speculative_algorithm {name}, whose draft gets no new weights: start it without")
     return problems
 
 

@@ -45,6 +45,10 @@ CASES = {
     "_quantized_engines": [
         ({"sglang_quantization": "fp8"}, "--sglang-quantization fp8: SGLang quantises weights when it starts"),
     ],
+    "_speculation": [
+        ({"sglang_speculative_algorithm": "EAGLE"}, "--sglang-speculative-algorithm EAGLE: its draft model gets no"),
+        ({**ALONE, "sglang_speculative_algorithm": "standalone"}, "drop it, or give NGRAM, which has none"),
+    ],
     "_router": [
         ({"sglang_router_ip": "10.0.0.9"}, "--sglang-router-ip needs --sglang-router-port too"),
         ({"sglang_router_port": "1"}, "--sglang-router-port needs --sglang-router-ip too"),

@@ -58,12 +58,14 @@ async def test_all_that_differs_is_named(engine_config, engine_server, checkpoin
         ({"pp_size": 2}, "has pp_size 2, which weights cannot be sent to"),
         ({"dp_size": 2}, "has dp_size 2 without DP attention"),
         ({"dp_size": 2, "enable_dp_attention": True}, None),
+        ({"speculative_algorithm": "EAGLE"}, "has speculative_algorithm EAGLE, whose draft gets no new weights"),
+        ({"speculative_algorithm": "NGRAM"}, None),
         ({"quantization": "fp8"}, "has quantization fp8, which weights cannot be sent to"),
     ],
 )
 def test_what_weights_cannot_be_sent_to(engine_config, changes, expected):
     fine = {"version": importlib.metadata.version("sglang"), "dtype": "float32", "enable_dp_attention": False}
-    fine |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "quantization": None}
+    fine |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "quantization": None, "speculative_algorithm": None}
     problems = _server_problems(engine_config, fine | changes)
     assert len(problems) == (expected is not None) and all(expected in problem for problem in problems)
 
