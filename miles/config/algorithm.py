@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.paths import ModelFolder
 from miles.config.section import Section
 
 # Estimators that compare a reward with the others of its group; of these, which divide by the standard deviation.
@@ -70,7 +71,7 @@ class AlgorithmConfig(Section):
     use_unbiased_kl: bool = Field(
         False, description="Multiply the KL loss with the probability ratio, which makes its gradient unbiased."
     )
-    ref_load: str | None = Field(
+    ref_load: ModelFolder | None = Field(
         None,
         description="Hugging Face folder of the reference model. Unset: --hf-checkpoint, where a reference is needed.",
     )

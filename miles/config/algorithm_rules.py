@@ -8,7 +8,7 @@ from miles.config.distillation import DistillationConfig
 from miles.config.layout_rules import model_shape
 from miles.config.names import flag_of, negation_of
 from miles.config.off_policy import OffPolicyConfig
-from miles.config.paths import dotted_path_problem, folder_problem
+from miles.config.paths import dotted_path_problem
 from miles.config.values import Values
 
 FIELDS = (
@@ -142,12 +142,6 @@ def _kl(v: Values) -> Iterator[str]:
         )
 
 
-def _reference_folder(v: Values) -> Iterator[str]:
-    if v.needs_reference and v.ref_load != v.hf_checkpoint:
-        if problem := folder_problem("--ref-load", v.ref_load):
-            yield problem
-
-
 def _shapes_of_others(v: Values) -> Iterator[str]:
     """Another model's weights take the place of the trained one's for a forward pass."""
     own = model_shape(v.hf_checkpoint)
@@ -252,8 +246,6 @@ def _distillation(v: Values) -> Iterator[str]:
             yield "--opd-teacher-urls is for --opd-type sglang, and that is megatron; drop it"
         if folder is None:
             yield "--opd-type megatron needs --opd-teacher-load, the Hugging Face folder of the teacher"
-        elif v.needs_trainer and (problem := folder_problem("--opd-teacher-load", folder)):
-            yield problem
     if kind == "sglang":
         if folder is not None:
             yield f"--opd-teacher-load {folder} is for --opd-type megatron, and that is sglang; drop it"
@@ -273,7 +265,6 @@ ALGORITHM_RULES = (
     _whitening,
     _loss,
     _kl,
-    _reference_folder,
     _shapes_of_others,
     _denominator,
     _bounds,

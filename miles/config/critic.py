@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from miles.config.paths import LoadFolder, OutputFolder
 from miles.config.section import Section
 
 
@@ -13,12 +14,12 @@ class CriticConfig(Section):
     num_critic_only_steps: int = Field(
         0, ge=0, description="Rollouts at the start of a run that train the critic alone."
     )
-    critic_load: str | None = Field(
+    critic_load: LoadFolder | None = Field(
         None,
         description="Folder of the critic's checkpoints to resume from. Unset: with --load, that and _critic. A new "
         "critic starts from --hf-checkpoint with values of zero.",
     )
-    critic_save: str | None = Field(
+    critic_save: OutputFolder | None = Field(
         None, description="Folder that the critic's checkpoints are written to. Unset: with --save, that and _critic."
     )
     critic_lr: float | None = Field(None, ge=0, description="The critic's learning rate. Unset: --lr.")

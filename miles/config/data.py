@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
+from miles.config.paths import InputFile, PromptFile
 from miles.config.section import Section
 
 
@@ -14,7 +15,7 @@ def _one_is_a_list(value: Any) -> Any:
 class DataConfig(Section):
     title: ClassVar[str] = "Data and batches"
 
-    prompt_data: Annotated[list[str] | None, BeforeValidator(_one_is_a_list)] = Field(
+    prompt_data: Annotated[list[PromptFile] | None, BeforeValidator(_one_is_a_list)] = Field(
         None,
         description="Prompts to train on: .jsonl or .parquet files, or FILE@[a:b] for some of a file's rows. Required "
         "without --data-source-path.",
@@ -30,7 +31,7 @@ class DataConfig(Section):
         "tools", description="Column with tools, a list or its JSON, that the chat template offers to the model."
     )
     apply_chat_template: bool = Field(False, description="Render the prompt with the tokenizer's chat template.")
-    chat_template_path: str | None = Field(None, description="Jinja file to render with. Unset: the tokenizer's.")
+    chat_template_path: InputFile | None = Field(None, description="Jinja file to render with. Unset: the tokenizer's.")
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra arguments of the chat template."
     )

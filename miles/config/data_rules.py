@@ -1,9 +1,7 @@
 """What the prompts of a configuration must satisfy."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from miles.config.paths import prompt_file_problem
 from miles.config.values import Values
 
 # Arguments of the tokenizer's apply_chat_template that Miles gives itself.
@@ -13,9 +11,6 @@ OWN_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", 
 def _prompts(v: Values) -> Iterator[str]:
     if not v.prompt_data and v.data_source_path is None:
         yield "--prompt-data is required: a .jsonl or .parquet file with the prompts"
-    for path in v.prompt_data or []:
-        if problem := prompt_file_problem("--prompt-data", path):
-            yield problem
 
 
 def _prompt_weights(v: Values) -> Iterator[str]:
@@ -37,8 +32,6 @@ def _chat_template(v: Values) -> Iterator[str]:
     ]
     if given and not v.apply_chat_template:
         yield f"{' and '.join(given)} without --apply-chat-template has no effect; add that, or drop it"
-    if path is not None and not Path(path).is_file():
-        yield f"--chat-template-path {path} is no file here; relative paths start at {Path.cwd()}"
     for name in OWN_TEMPLATE_ARGUMENTS:
         if name in arguments:
             yield f"--apply-chat-template-kwargs: {name} is given by Miles; drop it"

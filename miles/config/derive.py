@@ -1,6 +1,7 @@
 """Values that follow from others. Each has a reason, which `--print-config` shows."""
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from miles.config.algorithm import WHITENED_ESTIMATORS
 from miles.config.debug_rules import what_needs_no_engine
 from miles.config.offload_rules import scratch_folder
+from miles.config.paths import absolute
 from miles.config.values import Undetermined, Values
 
 Derived = tuple[str, Any, str]
@@ -29,8 +31,9 @@ def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dic
     """
     values, reasons = dict(known), {}
     if values.get("run_dir", "") is None:
-        values["run_dir"] = f"runs/{now:%Y-%m-%d_%H-%M-%S}"
-        reasons["run_dir"] = "the time of the start"
+        # Some characters of its own: runs that start in the same second, on any machines, share no folder.
+        values["run_dir"] = absolute(f"runs/{now:%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}")
+        reasons["run_dir"] = "the time of the start, and a number of its own"
     for names, function in _DERIVATIONS:
         try:
             found = list(function(Values(values)))
@@ -243,7 +246,7 @@ def _critic(v: Values) -> Iterator[Derived]:
     for name in ("load", "save"):
         folder = getattr(v, name)
         if getattr(v, f"critic_{name}") is None and folder is not None:
-            yield f"critic_{name}", folder.rstrip("/") + "_critic", f"--{name} and _critic"
+            yield f"critic_{name}", folder + "_critic", f"--{name} and _critic"
 
 
 @_derives("eval_max_prompt_len", "eval_max_context_len")

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.paths import ModelFolder
 from miles.config.section import Section
 
 
@@ -19,7 +20,7 @@ class DistillationConfig(Section):
         None, description="The teacher is a running SGLang server, or is loaded by the trainer beside the model."
     )
     opd_kl_coef: float = Field(1.0, gt=0, description="Weight of that divergence.")
-    opd_teacher_load: str | None = Field(
+    opd_teacher_load: ModelFolder | None = Field(
         None, description="Hugging Face folder of a megatron teacher, which has the architecture of --hf-checkpoint."
     )
     opd_teacher_urls: list[str] | None = Field(

@@ -14,7 +14,8 @@ Written by `python -m miles.config.docs` from the fields in `miles/config/`; a t
 (`rollout_batch_size: 64`); the command line wins over the file. A switch `--x` is turned off by `--no-x`. Lists are
 written `--x A B`, dicts as one JSON object. `--print-config` shows each value and where it came from, and exits;
 `--help` lists the flags. A flag that does not exist, or is abbreviated, is refused with the nearest names, and all
-problems of a configuration are listed before anything starts.
+problems of a configuration are listed before anything starts. In a `PATH` `~` and `$NAME` are filled in, a relative one
+starts at the working directory, and files and folders must be there, or be writable, on the machine of the driver.
 """
 
 

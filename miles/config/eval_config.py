@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field, JsonValue, ValidationError
 
 from miles.config.names import nearest
+from miles.config.paths import PromptFile
 from miles.config.reward import RewardConfig
 from miles.config.section import Section, base_type
 from miles.config.yaml_file import load_yaml
@@ -19,7 +20,7 @@ class EvalSetConfig(Section):
     title: ClassVar[str] = "Evaluation set"
 
     name: str = Field(pattern=r"^[^\s/]+$", description="The metric is eval/NAME: no white space, no slash.")
-    path: str = Field(description="Prompts, as in --eval-prompt-data.")
+    path: PromptFile = Field(description="Prompts, as in --eval-prompt-data.")
     rm_type: RewardType = Field(None, description="Built-in reward, in place of --rm-type and of the rows' own.")
     input_key: str = Field(None, description="Column with the prompt.")
     label_key: str | None = Field(None, description="Column with the right answer; null: there is none.")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.config.multi_turn_rules import AGENT, MULTI_TURN
-from miles.config.paths import dotted_path_problem, prompt_file_problem
+from miles.config.paths import PromptFile, dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
 from miles.config.values import Values
 
@@ -45,7 +45,7 @@ def _sets(v: Values) -> Iterator[str]:
 
 def _set(v: Values, entry: EvalSetConfig) -> Iterator[str]:
     where = "--eval-prompt-data" if v.eval_config is None else f"--eval-config {v.eval_config}: set {entry.name}:"
-    if problem := prompt_file_problem(where, entry.path):
+    if problem := PromptFile.problem(where, entry.path):
         yield problem
     yield from _reward(v, entry, where)
     least, most = entry.given("min_new_tokens", v.eval_min_new_tokens), entry.given("max_response_len", None)

@@ -1,20 +1,26 @@
 """Evaluation on held-out prompts."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from miles.config.paths import InputFile, absolute
 from miles.config.section import Section
+
+
+def _absolute_files(pairs: list[str] | None) -> list[str] | None:
+    """NAME FILE NAME FILE ..., every file with its `absolute` path."""
+    return pairs and [absolute(text) if place % 2 else text for place, text in enumerate(pairs)]
 
 
 class EvaluationConfig(Section):
     title: ClassVar[str] = "Evaluation"
 
     eval_interval: int | None = Field(None, gt=0, description="Rollouts between evaluations. Unset: never.")
-    eval_prompt_data: list[str] | None = Field(
+    eval_prompt_data: Annotated[list[str] | None, AfterValidator(_absolute_files)] = Field(
         None, description="Held-out prompts, as pairs: NAME FILE NAME FILE ...; the metric is eval/NAME."
     )
-    eval_config: str | None = Field(
+    eval_config: InputFile | None = Field(
         None,
         description="YAML file of evaluation sets with settings of their own, instead of --eval-prompt-data; see "
         "docs/user-guide/evaluation.md.",

@@ -4,13 +4,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from miles.config.paths import ModelFolder
 from miles.config.section import Section
 
 
 class ModelConfig(Section):
     title: ClassVar[str] = "Model and parallel sizes"
 
-    hf_checkpoint: str = Field(
+    hf_checkpoint: ModelFolder = Field(
         description="Hugging Face folder: the tokenizer, config.json and the initial weights of trainer and engines."
     )
     tensor_model_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split every layer.")

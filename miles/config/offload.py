@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.paths import NodePath
 from miles.config.section import Section
 
 
@@ -31,7 +32,7 @@ class OffloadConfig(Section):
     offload_train_target: Literal["cpu", "disk"] = Field(
         "cpu", description="Where the sleeping trainer waits: in pinned host memory, or in files on the node's disk."
     )
-    offload_train_disk_dir: str | None = Field(
+    offload_train_disk_dir: NodePath | None = Field(
         None,
         description="Folder on a disk of each node for --offload-train-target disk and "
         "--stream-optimizer-state-to-disk. The files in it have no names, so that runs and ranks can share it, and are "

@@ -10,6 +10,7 @@ from pydantic import ValidationError, create_model
 from miles.config.command_line import CommandLine, read_command_line
 from miles.config.derive import derive
 from miles.config.names import flag_of
+from miles.config.paths import as_given
 from miles.config.run_config import RunConfig
 from miles.config.section import Section
 from miles.config.sglang_args import check_sglang
@@ -60,12 +61,12 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     values, reasons = derive(known | {"sglang": sglang}, datetime.now())
     problems += validate(Values(values))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([as_given(problem) for problem in problems])
 
     provenance = {name: "default" for name in values if name != "sglang"} | origins
     provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
-    return Resolved(RunConfig(**values), provenance, list(warn(Values(values))))
+    return Resolved(RunConfig(**values), provenance, [as_given(warning) for warning in warn(Values(values))])
 
 
 def _convert(raw: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,8 @@ from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
-from miles.config.paths import dotted_path_problem, folder_problem
+from miles.config.path_rules import PATH_RULES
+from miles.config.paths import ModelFolder, dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
 from miles.config.reward_rules import REWARD_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
@@ -25,6 +26,7 @@ from miles.config.weight_sync import WEIGHT_SYNC_RULES
 
 Rule = Callable[[Values], Iterator[str]]
 RULES: list[Rule] = [
+    *PATH_RULES,
     *OFFLOAD_RULES,
     *LAYOUT_RULES,
     *MEGATRON_RULES,
@@ -105,14 +107,8 @@ def _node_size(v: Values) -> Iterator[str]:
 
 
 @_rule
-def _checkpoint_folder(v: Values) -> Iterator[str]:
-    if problem := folder_problem("--hf-checkpoint", v.hf_checkpoint):
-        yield problem
-
-
-@_rule
 def _model_shape(v: Values) -> Iterator[str]:
-    if folder_problem("", v.hf_checkpoint):
+    if ModelFolder.problem("", v.hf_checkpoint):
         return
     file = Path(v.hf_checkpoint) / "config.json"
     try:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.paths import OutputFolder
 from miles.config.section import Section
 from miles.config.values import Values
 
@@ -24,7 +25,7 @@ class WeightSyncConfig(Section):
         "pipeline stage, NCCL between GPUs, gloo on a CPU. disk: a checkpoint in --update-weight-disk-dir. Colocated "
         "engines always read the trainer's memory.",
     )
-    update_weight_disk_dir: str | None = Field(
+    update_weight_disk_dir: OutputFolder | None = Field(
         None,
         description="Folder that trainer and engines both see, for --update-weight-transfer-mode disk. Each sync "
         "writes a checkpoint there and removes it.",

@@ -7,6 +7,8 @@ import yaml
 
 from miles.config.command_line import KINDS
 from miles.config.names import nearest
+from miles.config.paths import absolute
+from miles.utils.errors import UserError
 
 FIELD_NAMES = tuple(KINDS)
 
@@ -25,10 +27,12 @@ class _Loader(yaml.SafeLoader):
 def load_yaml(flag: str, path: str) -> tuple[Any, list[str]]:
     """What the file that `flag` names holds, None if nothing; and what is wrong with it."""
     try:
-        with open(path, encoding="utf-8") as stream:
+        with open(absolute(path), encoding="utf-8") as stream:
             return yaml.load(stream, _Loader), []
     except OSError as error:
         return None, [f"{flag} {path} cannot be read: {error.strerror}"]
+    except UserError as error:
+        return None, [f"{flag} {path}: {error}"]
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return None, [f"{flag} {path} is not valid YAML: {' '.join(str(error).split())}"]
 
@@ -36,8 +40,8 @@ def load_yaml(flag: str, path: str) -> tuple[Any, list[str]]:
 def read_yaml(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Values of fields, values of SGLang arguments (without `sglang_`), and what is wrong with the file.
 
-    Keys are field names with underscores. Paths in values are kept as written: relative ones belong to the working
-    directory, not to the file.
+    Keys are field names with underscores. Paths in values that are relative belong to the working directory, not to the
+    file.
     """
     content, problems = load_yaml("--config", path)
     if content is None:

@@ -7,6 +7,7 @@ half a gigabyte. Their classes are named by path instead, and `ActorClient` make
 import functools
 import importlib
 import inspect
+import os
 from typing import Any
 
 import ray
@@ -17,11 +18,16 @@ from miles.utils.logs import configure_logging
 class _Host:
     """Holds an object of the class at `path` ("package.module.Class").
 
+    It works in the driver's working directory where its machine has that, so that a relative path in a user's file or
+    function is what it is for the driver.
+
     An error of the object's constructor is raised by every call: from here Ray would report it as the death of the
     actor, and it would be lost in a traceback.
     """
 
-    def __init__(self, path: str, *args: Any):
+    def __init__(self, path: str, working_directory: str, *args: Any):
+        if os.path.isdir(working_directory):
+            os.chdir(working_directory)
         module, self._name = path.rsplit(".", 1)
         self._refusal: Exception | None = None
         configure_logging()
@@ -60,7 +66,7 @@ class ActorClient:
 
     def __init__(self, path: str, *args: Any, options: dict[str, Any], concurrent: bool = False):
         host = _AsyncHost if concurrent else _Host
-        self._actor = ray.remote(host).options(**options).remote(path, *args)
+        self._actor = ray.remote(host).options(**options).remote(path, os.getcwd(), *args)
 
     def kill(self) -> None:
         """End the actor's process at once, whatever it does; calls that it has not answered raise."""

@@ -85,10 +85,6 @@ CASES = {
         ({**REINFORCE, "kl_coef": "0.1", "use_kl_loss": "", "kl_loss_coef": "0.2"},
          "--kl-coef 0.1 and --kl-loss-coef 0.2 both pull to the reference"),
     ],
-    "_reference_folder": [
-        ({"use_kl_loss": "", "ref_load": "old"}, "--ref-load old is not a folder here"),
-        ({**REINFORCE, "kl_coef": "0.1", "ref_load": "old"}, "--ref-load old is not a folder here"),
-    ],
     "_shapes_of_others": [
         ({"use_kl_loss": "", "ref_load": "other"}, "--ref-load other has num_hidden_layers 8 and --hf-checkpoint 4"),
         ({**LOADED, "opd_teacher_load": "other"}, "--opd-teacher-load other has num_hidden_layers 8 and --hf-checkpoi"),
@@ -129,7 +125,6 @@ CASES = {
     "_distillation": [
         ({"use_opd": ""}, "--use-opd needs --opd-type: sglang for a teacher on a server, megatron for one that the tr"),
         ({**LOADED, "opd_teacher_load": None}, "--opd-type megatron needs --opd-teacher-load"),
-        ({**LOADED, "opd_teacher_load": "none"}, "--opd-teacher-load none is not a folder here"),
         ({**LOADED, "opd_teacher_urls": "http://a"}, "--opd-teacher-urls is for --opd-type sglang, and that is megatr"),
         ({**SERVED, "opd_teacher_urls": None}, "--opd-type sglang needs --opd-teacher-urls, such as http://10.0.0.7:3"),
         ({**SERVED, "opd_teacher_load": "model"}, "--opd-teacher-load model is for --opd-type megatron, and that is s"),

@@ -13,7 +13,7 @@ from miles.config.run_config import RunConfig
 
 
 def derived(**given):
-    config = RunConfig(**({"hf_checkpoint": "m", "rollout_batch_size": 8, "n_samples_per_prompt": 4} | given))
+    config = RunConfig(**({"hf_checkpoint": "/m", "rollout_batch_size": 8, "n_samples_per_prompt": 4} | given))
     return derive(dict(config), datetime(2026, 3, 4, 5, 6, 7))
 
 
@@ -72,12 +72,12 @@ STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir"
         ({"num_rollout": 5, "global_batch_size": 12}, {"lr_decay_iters": 15}),
         (PPO | {"num_rollout": 5, "critic_lr_warmup_iters": 9}, {"lr_decay_iters": 10}),
         (PPO | {"num_rollout": 5, "num_critic_only_steps": 1}, {"lr_decay_iters": None}),
-        (PPO | {"lr": 0.5, "load": "a/", "save": "b"},
-         {"critic_lr": 0.5, "critic_load": "a_critic", "critic_save": "b_critic"}),
-        (PPO | {"critic_lr": 0.1, "load": "a", "critic_load": "c", "save": "b", "critic_save": "d"},
-         {"critic_lr": 0.1, "critic_load": "c", "critic_save": "d"}),
+        (PPO | {"lr": 0.5, "load": "/a/", "save": "/b"},
+         {"critic_lr": 0.5, "critic_load": "/a_critic", "critic_save": "/b_critic"}),
+        (PPO | {"critic_lr": 0.1, "load": "/a", "critic_load": "/c", "save": "/b", "critic_save": "/d"},
+         {"critic_lr": 0.1, "critic_load": "/c", "critic_save": "/d"}),
         (PPO, {"critic_load": None, "critic_save": None, "normalize_advantages": False}),
-        ({"load": "a"}, {"critic_lr": None, "critic_load": None}),
+        ({"load": "/a"}, {"critic_lr": None, "critic_load": None}),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, {"normalize_advantages": True}),
         ({"advantage_estimator": "rloo"}, {"normalize_advantages": False}),
         ({"normalize_advantages": True}, {"normalize_advantages": True}),
@@ -85,23 +85,22 @@ STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir"
         ({"advantage_estimator": "dr_grpo", "rollout_max_response_len": 9, "constant_loss_length": 5},
          {"constant_loss_length": 5}),
         ({"rollout_max_response_len": 9}, {"constant_loss_length": None}),
-        ({"kl_coef": 0.1}, {"ref_load": "m"}),
+        ({"kl_coef": 0.1}, {"ref_load": "/m"}),
         ({"kl_coef": 0.1, "debug_rollout_only": True}, {"ref_load": None}),
         ({"num_rollout": 5, "num_steps_per_rollout": 4}, {"lr_decay_iters": 20}),
         ({"num_rollout": 5, "lr_warmup_iters": 9}, {"lr_decay_iters": 10}),
         ({"num_rollout": 5, "lr_warmup_iters": 5}, {"lr_decay_iters": 6}),
         ({"num_epoch": 5}, {"lr_decay_iters": None}),
         ({"eps_clip": 0.3}, {"eps_clip_high": 0.3}),
-        ({"use_kl_loss": True}, {"ref_load": "m"}),
-        ({"use_kl_loss": True, "ref_load": "r"}, {"ref_load": "r"}),
+        ({"use_kl_loss": True}, {"ref_load": "/m"}),
+        ({"use_kl_loss": True, "ref_load": "/r"}, {"ref_load": "/r"}),
         ({}, {"ref_load": None, "rollout_max_prompt_len": None}),
         ({"rollout_max_context_len": 100}, {"rollout_max_prompt_len": 99}),
         ({"rollout_temperature": 0.7, "rollout_top_p": 0.9, "rollout_top_k": 5, "rollout_max_response_len": 3},
          {"eval_temperature": 0.7, "eval_top_p": 0.9, "eval_top_k": 5, "eval_max_response_len": 3}),
         ({"input_key": "q", "label_key": "a"}, {"eval_input_key": "q", "eval_label_key": "a"}),
         ({"eval_temperature": 0.0}, {"eval_temperature": 0.0}),
-        ({}, {"run_dir": "runs/2026-03-04_05-06-07"}),
-        ({"run_dir": "here"}, {"run_dir": "here"}),
+        ({"run_dir": "/here"}, {"run_dir": "/here"}),
     ],
 )  # fmt: skip
 def test_values(given, expected):
@@ -117,9 +116,15 @@ def test_folder_on_disk(monkeypatch, tmp_path, given):
     values, reasons = derived(**given)
     assert values["offload_train_disk_dir"] == f"{tmp_path}/miles_train_offload_{os.getuid()}"
     assert reasons["offload_train_disk_dir"] == "$SCRATCH"
-    assert derived(offload_train_disk_dir="here", **given)[0]["offload_train_disk_dir"] == "here"
+    assert derived(offload_train_disk_dir="/here", **given)[0]["offload_train_disk_dir"] == "/here"
     monkeypatch.setenv("SCRATCH", str(tmp_path / "missing"))
     assert derived(**given)[0]["offload_train_disk_dir"] is None
+
+
+def test_runs_that_start_in_the_same_second_share_no_folder():
+    first, second = (Path(derived()[0]["run_dir"]) for _ in range(2))
+    assert first != second and first.parent == second.parent == Path("runs").absolute()
+    assert first.name.startswith("2026-03-04_05-06-07_")
 
 
 def test_scratch(monkeypatch):

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,8 @@ def read(tmp_path):
 def test_sets_and_their_defaults(read):
     (easy, hard), problems = read(FILE)
     assert problems == []
-    assert (easy.name, easy.path, hard.name, hard.path) == ("easy", "easy.jsonl", "hard", "hard.jsonl@[:100]")
+    assert (easy.name, easy.path) == ("easy", str(Path("easy.jsonl").absolute()))
+    assert (hard.name, hard.path) == ("hard", str(Path("hard.jsonl@[:100]").absolute()))
     assert easy.given("temperature", 9) == 0 and hard.given("temperature", 9) == 0.6
     assert easy.given("n_samples_per_eval_prompt", 9) == hard.given("n_samples_per_eval_prompt", 9) == 4
     assert easy.given("stop", 9) == ["\n"] and hard.given("stop", 9) is None
@@ -56,7 +58,7 @@ def test_sets_and_their_defaults(read):
 )
 def test_other_ways_to_write_it(read, text):
     (only,), problems = read(text)
-    assert problems == [] and (only.name, only.path) == ("a", "p")
+    assert problems == [] and (only.name, only.path) == ("a", str(Path("p").absolute()))
 
 
 def test_every_setting_can_be_a_default(read):

@@ -121,7 +121,7 @@ def test_accepted(argv, changes):
     assert resolve(argv(**changes)).warnings == []
 
 
-def test_sets_that_are_never_used(argv, with_set):
+def test_sets_that_are_never_used(argv, folder, with_set):
     expected = ["--eval-config is never used: --eval-interval is not given"]
     assert resolve(with_set({}, eval_interval=None)).warnings == expected
     given = {"eval_prompt_data": "a held_out.jsonl"}
@@ -130,7 +130,7 @@ def test_sets_that_are_never_used(argv, with_set):
         flag = "--" + name.replace("_", "-")
         warnings = resolve(argv(**{name: "my_module.function"})).warnings
         assert warnings == [f"{flag} is never used: --eval-interval is not given"]
-    assert resolve(argv(**given, **DISTIL)).config.eval_prompt_data == ["a", "held_out.jsonl"]
+    assert resolve(argv(**given, **DISTIL)).config.eval_prompt_data == ["a", str(folder / "held_out.jsonl")]
 
 
 @pytest.mark.parametrize(

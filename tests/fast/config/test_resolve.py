@@ -95,7 +95,9 @@ def test_missing_yaml(argv):
 def test_paths_in_yaml_are_relative_to_the_working_directory(argv, folder):
     (folder / "configs").mkdir()
     (folder / "configs" / "run.yaml").write_text("prompt_data: train.jsonl\n")
-    assert resolve(argv("--config configs/run.yaml", prompt_data=None)).config.prompt_data == ["train.jsonl"]
+    assert resolve(argv("--config configs/run.yaml", prompt_data=None)).config.prompt_data == [
+        str(folder / "train.jsonl")
+    ]
 
 
 def test_frozen_picklable_and_changed_by_copy(argv):

@@ -15,6 +15,7 @@ from miles.config.hooks_rules import HOOKS_RULES
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES
+from miles.config.path_rules import PATH_RULES
 from miles.config.resolve import ConfigError, resolve
 from miles.config.reward_rules import REWARD_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES
@@ -66,10 +67,6 @@ CASES = {
     "_checks": [({"check_residency": ""}, "--check-residency has no effect without --offload-train")],
     "_node_size": [
         ({"num_gpus_per_node": "2"}, "--actor-num-gpus-per-node 4 does not fit on a node of --num-gpus-per-node 2"),
-    ],
-    "_checkpoint_folder": [
-        ({"hf_checkpoint": "org/model"}, "--hf-checkpoint org/model is not a folder here"),
-        ({"hf_checkpoint": "."}, "--hf-checkpoint . has no config.json"),
     ],
     "_model_shape": [],  # spoils a file: test_config_json_must_be_json
     "_length_of_run": [
@@ -134,6 +131,7 @@ def test_the_table_has_every_rule():
         *LAYOUT_RULES,
         *MEGATRON_RULES,
         *MULTI_TURN_RULES,
+        *PATH_RULES,
         *REWARD_RULES,
         *ROLLOUT_RULES,
         *SCHEDULE_RULES,

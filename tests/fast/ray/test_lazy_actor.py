@@ -36,6 +36,9 @@ class Counter:
     def refuse(self, value):
         raise ValueError(f"{value} is refused")
 
+    def where(self):
+        return os.getcwd()
+
     def fail(self):
         raise KeyError("name")
 
@@ -100,6 +103,17 @@ def test_methods_and_references(options):
         return await counter.add(ray.put(4), first)
 
     assert asyncio.run(go()) == 56
+
+
+def test_it_works_where_the_driver_does(options, monkeypatch, tmp_path):
+    """Whatever folder Ray was started in, as on a cluster."""
+    monkeypatch.chdir(tmp_path)
+    counter = ActorClient("lazy_example.Counter", 0, options=options)
+
+    async def go():
+        return await counter.where()
+
+    assert asyncio.run(go()) == str(tmp_path)
 
 
 def test_errors_keep_their_type(options):
