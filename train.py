@@ -18,17 +18,25 @@ async def run(config: RunConfig) -> None:
     from miles.ray.checkpointer import Checkpointer
     from miles.ray.handover import Handover
     from miles.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+    from miles.ray.resume import first_rollout, nothing_left, resumed
     from miles.tracking.report import Report
 
+    config = resumed(config)
+    if reason := nothing_left(config):
+        return print(reason)
     placement = create_placement_groups(config)
     rollout = await create_rollout_manager(config, placement)
     config = await rollout.resolved_config()
+    if reason := nothing_left(config):  # --num-epoch, now that the prompts are counted
+        await rollout.dispose()
+        return print(reason)
     handover = Handover(config, rollout)
     await handover.engines_up()
     models = await create_training_models(config, placement, handover)
 
     checkpointer = Checkpointer(config, rollout, models.actor, models.critic, handover)
-    start = await checkpointer.resume()
+    await checkpointer.resume()
+    start = first_rollout(config)
     report = Report(config, start)
     batches = Batches(config, rollout, report)
     await handover.initial_sync()

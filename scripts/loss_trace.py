@@ -23,6 +23,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from miles.config import RunConfig
+from miles.ray.resume import resumed
 from miles.training.batch import TrainBatch
 from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args
@@ -118,6 +119,8 @@ def trace_config(
 ) -> RunConfig:
     """The configuration of `steps` made-up rollouts of two optimizer steps each; `folder` gets a file it asks for.
 
+    A checkpoint of --load is looked for now.
+
     `flags` replace the `DEFAULTS` that they name.
     """
     given = {flag.partition("=")[0] for flag in flags}
@@ -125,7 +128,7 @@ def trace_config(
     offload = ("--offload-train", "--check-residency") if sleep else ("--no-offload-train",)
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "unused", "label": "unused"}\n')
-    return parse_args(
+    config = parse_args(
         [
             *("--device", device, "--actor-num-gpus-per-node", str(ranks), "--colocate"),
             *(*offload, "--no-offload-rollout", "--hf-checkpoint", checkpoint),
@@ -136,6 +139,7 @@ def trace_config(
             *flags,
         ]
     )
+    return resumed(config)
 
 
 def run(checkpoint: str, ranks: int, steps: int, flags: list[str], device: str, sleep: bool) -> list[dict[str, float]]:

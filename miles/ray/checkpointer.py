@@ -1,12 +1,10 @@
-"""When a run is saved, and where it starts again."""
-
-from pathlib import Path
+"""When a run is saved, and what goes on where it was."""
 
 from miles.config import RunConfig
 from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import CriticGroup, TrainGroup
-from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint, write_marker
+from miles.utils.checkpoint_folder import finish_checkpoint, locate, partial_folder
 
 
 class Checkpointer:
@@ -15,7 +13,7 @@ class Checkpointer:
     --save-hf is exported with them.
 
     Args:
-        config: the run's configuration, with num_rollout set.
+        config: the run's configuration, `resumed` and with num_rollout set.
         rollout: client of the RolloutManager.
         actor, critic: the ranks of what is trained; None without a critic.
         handover: knows whether what is saved is where it can be read, and counts the versions of the weights.
@@ -35,18 +33,14 @@ class Checkpointer:
         self.critic = critic
         self.handover = handover
 
-    async def resume(self) -> int:
-        """The first rollout of this run. With --load, prompts and samples go on where that checkpoint left them.
+    async def resume(self) -> None:
+        """With --load, prompts and samples go on where that checkpoint left them.
 
         A run that only evaluates takes none: its prompts need not be those of the checkpoint.
         """
-        if not self.config.needs_trainer:
-            return self.config.start_rollout_id or 0
-        start = await self.actor.start_rollout_id()
-        found = find_checkpoint(self.config.load, self.config.ckpt_step) if self.config.load else None
-        if found is not None and self.config.num_rollout > 0:
-            self.handover.version = await self.rollout.load(found[1].absolute())
-        return start
+        if self.config.load is not None and self.config.num_rollout > 0:
+            folder = locate(self.config.load, self.config.ckpt_step)
+            self.handover.version = await self.rollout.load(folder)
 
     def is_due(self, rollout_id: int) -> bool:
         """Whether anything is saved after `rollout_id`."""
@@ -62,16 +56,16 @@ class Checkpointer:
             await self.critic.save(rollout_id)
 
     async def save_if_due(self, rollout_id: int) -> None:
-        """Save the rest after `rollout_id` if it is due. The markers are written last: what they name is whole."""
+        """Save the rest after `rollout_id` if it is due. It counts once all of it is there."""
         if not self.is_due(rollout_id):
             return
         self.handover.before_save()
         if self.config.save is not None:
-            root = Path(self.config.save).absolute()
+            root = self.config.save
             await self.actor.save(rollout_id)
-            await self.rollout.save(checkpoint_folder(root, rollout_id), rollout_id, self.handover.version)
+            await self.rollout.save(partial_folder(root, rollout_id), rollout_id, self.handover.version)
             if self.critic is not None:
-                write_marker(Path(self.config.critic_save).absolute(), rollout_id)
-            write_marker(root, rollout_id)
+                finish_checkpoint(self.config.critic_save, rollout_id)
+            finish_checkpoint(root, rollout_id)
         if self.config.save_hf is not None:
             await self.actor.export_hf(rollout_id)

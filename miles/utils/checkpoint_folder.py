@@ -1,11 +1,28 @@
-"""Where checkpoints lie and which of them counts: `<root>/iter_0000012` and the marker file that names the latest."""
+"""Where checkpoints lie, what belongs to one, and which of them is loaded.
 
+`<root>/iter_0000012` is whole, with a list of its files in it; it was written as `<root>/.iter_0000012.partial`. The
+marker file `latest_checkpointed_iteration.txt` names the newest. Nothing here reads what Megatron or torch wrote.
+"""
+
+import json
+import logging
 import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 MARKER = "latest_checkpointed_iteration.txt"
+# In a checkpoint's folder. The reference is there where it is not --ref-load any more; a critic's has no data and no
+# samples.
+MANIFEST = "manifest.json"
+MODEL, REFERENCE, RNG = "model", "reference", "rng"
+DATA_FILE, SAMPLES_FILE = "data_source.json", "samples.json"
+SHOWN = 4
 
 
 def checkpoint_folder(root: str | Path, rollout_id: int) -> Path:
@@ -13,38 +30,184 @@ def checkpoint_folder(root: str | Path, rollout_id: int) -> Path:
     return Path(root) / f"iter_{rollout_id:07d}"
 
 
-def write_marker(root: str | Path, rollout_id: int) -> None:
-    """Declare the checkpoint of `rollout_id` complete; atomic, and on disk when it returns."""
-    folder = Path(root)
-    temporary = folder / f"{MARKER}.new"
+def partial_folder(root: str | Path, rollout_id: int) -> Path:
+    """Where that checkpoint is written until it is whole."""
+    return Path(root) / f".iter_{rollout_id:07d}.partial"
+
+
+def random_state_file(rank: int, ranks: int) -> str:
+    """Where a rank's random state is, within the checkpoint."""
+    return f"{RNG}/rank_{rank:05d}_of_{ranks:05d}.pt"
+
+
+# Writing
+
+
+def begin_checkpoint(root: str | Path, rollout_id: int) -> Path:
+    """Make the empty folder that the checkpoint of `rollout_id` is written to, and return it."""
+    partial, folder = partial_folder(root, rollout_id), checkpoint_folder(root, rollout_id)
+    if (partial / MANIFEST).exists() and not folder.exists():
+        partial.rename(folder)  # a run was killed while it put this one in the place of another: it may be the newest
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in (MODEL, RNG):
+        (partial / name).mkdir(parents=True)
+    return partial
+
+
+def finish_checkpoint(root: str | Path, rollout_id: int) -> None:
+    """Declare what was written since `begin_checkpoint` to be the newest checkpoint; on disk when it returns.
+
+    At any moment the marker names a checkpoint that `find_checkpoint` finds whole.
+
+    Raises:
+        ValueError: a part is not there: the ranks do not see one and the same folder.
+    """
+    partial, folder = partial_folder(root, rollout_id), checkpoint_folder(root, rollout_id)
+    if faults := list(_faults_without_manifest(partial)):
+        raise UserError(
+            f"the checkpoint in {partial} is not whole on the driver's machine: {_some(faults)}; --save must be one "
+            "folder that the machines of all ranks share"
+        )
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+    _write(partial / MANIFEST, json.dumps({"files": sizes}, indent=1) + "\n")
+    if folder.exists():
+        # A run that is repeated. Until the second rename the new one, which is whole, is found under its first name.
+        old = partial.with_suffix(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(folder)
+    _write(Path(root) / MARKER, f"{rollout_id}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once; it is on disk when this returns, and so are renames in its folder."""
+    temporary = path.with_name(f"{path.name}.new")
     with temporary.open("w") as file:
-        file.write(f"{rollout_id}\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(folder / MARKER)
-    descriptor = os.open(folder, os.O_RDONLY)
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def find_checkpoint(root: str | Path, step: int | None) -> tuple[int, Path] | None:
-    """The checkpoint to load from `root`: that of `step`, else the one the marker names, else None (nothing saved yet).
+# Finding
+
+
+def find_checkpoint(root: str | Path, step: int | None, beside: str | Path | None = None) -> tuple[int, Path] | None:
+    """The checkpoint to load from `root`: that of `step`, else the newest whole one; None if nothing is saved yet.
+
+    The newest is the marker's, or one before it, with a warning that says what is missing in those after it.
+
+    Args:
+        beside: another folder of checkpoints, a critic's, whose one of the same rollout must be whole as well.
 
     Raises:
-        ValueError: `step` or the marker names a checkpoint that is not there.
+        ValueError: the checkpoint of `step`, or any, is not whole.
     """
+    roots = [Path(root)] if beside is None else [Path(root), Path(beside)]
+    if step is not None:
+        if faults := _faults_of(roots, step):
+            others = [other for other in _present(root) if other != step and not _faults_of(roots, other)]
+            raise UserError(
+                f"{'; '.join(faults)}; whole in {root} are the checkpoints of these rollouts: "
+                f"{', '.join(map(str, others)) or 'none'}"
+            )
+        return step, locate(root, step)
+    newest = newest_step(root)
+    if newest is None:
+        return None
+    broken: list[str] = []
+    for candidate in sorted({newest, *_present(root)}, reverse=True):
+        if candidate > newest:
+            continue  # left behind by a run that was killed, or of one that is repeated
+        faults = _faults_of(roots, candidate)
+        if not faults:
+            if broken:
+                logger.warning("%s: the checkpoint before, %s, is taken", "; ".join(broken), locate(root, candidate))
+            return candidate, locate(root, candidate)
+        broken += faults
+    raise UserError(f"{'; '.join(broken)}; none in {root} is whole: give another folder, or none to begin anew")
+
+
+def newest_step(root: str | Path) -> int | None:
+    """The rollout that the marker in `root` names; None without a marker. Raises ValueError if it names none."""
     marker = Path(root) / MARKER
-    if step is None:
-        if not marker.exists():
-            return None
-        text = marker.read_text().strip()
-        if not text.isdigit():
-            raise UserError(f"{marker} holds {text!r}, expected the number of a rollout")
-        step = int(text)
-    folder = checkpoint_folder(root, step)
-    if not folder.is_dir():
-        present = sorted(path.name for path in Path(root).glob("iter_*")) if Path(root).is_dir() else []
-        raise UserError(f"no checkpoint {folder.name} in {root}; there are: {', '.join(present) or 'none'}")
-    return step, folder
+    if not marker.exists():
+        return None
+    text = marker.read_text().strip()
+    if not text.isdigit():
+        raise UserError(f"{marker} holds {text!r}, expected the number of a rollout")
+    return int(text)
+
+
+def locate(root: str | Path, step: int) -> Path:
+    """The folder that holds the checkpoint of `step`, if there is one."""
+    folder, partial = checkpoint_folder(root, step), partial_folder(root, step)
+    return partial if (partial / MANIFEST).exists() and not folder.exists() else folder
+
+
+def _present(root: str | Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path(root).glob("iter_*") if path.name[5:].isdigit())
+
+
+def _faults_of(roots: Sequence[Path], step: int) -> list[str]:
+    """A sentence for each of the folders whose checkpoint of `step` is not whole."""
+    sentences = []
+    for root in roots:
+        folder = locate(root, step)
+        if not folder.is_dir():
+            sentences.append(f"there is no checkpoint {folder.name} in {root}")
+        elif faults := list(_faults(folder)):
+            sentences.append(f"the checkpoint {folder} is not whole: {_some(faults)}")
+    return sentences
+
+
+def _faults(folder: Path) -> Iterator[str]:
+    manifest = folder / MANIFEST
+    if not manifest.exists():  # older than manifests
+        yield from _faults_without_manifest(folder)
+        return
+    try:
+        sizes = json.loads(manifest.read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        yield f"{MANIFEST} can't be read ({error})"
+        return
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif path.stat().st_size != size:
+            yield f"{name} has {path.stat().st_size} bytes of {size}"
+
+
+def _faults_without_manifest(folder: Path) -> Iterator[str]:
+    """What can be known to be missing, from what is there."""
+    needed: list[str] = []
+    for part in (MODEL, REFERENCE):
+        if part == REFERENCE and not (folder / part).is_dir():
+            continue
+        needed += [f"{part}/metadata.json", f"{part}/.metadata"]
+        index = folder / part / ".metadata"
+        content = index.read_bytes() if index.is_file() else b""
+        if content and not content.endswith(b"."):  # the last byte of a pickle
+            yield f"{part}/.metadata is cut off"
+        # The pickle of torch's names each shard as it is.
+        needed += sorted({f"{part}/{name.decode()}" for name in re.findall(rb"__\d+_\d+\.distcp", content)})
+    sizes = [int(path.stem.rpartition("_")[2]) for path in folder.glob(f"{RNG}/rank_*_of_*.pt")]
+    needed += [random_state_file(rank, max(sizes)) for rank in range(max(sizes))] if sizes else [f"{RNG}/rank_00000"]
+    if any((folder / name).exists() for name in (DATA_FILE, SAMPLES_FILE)):
+        needed += [DATA_FILE, SAMPLES_FILE]
+    yield from (f"{name} is missing" for name in needed if not (folder / name).is_file())
+
+
+def _some(faults: Sequence[str]) -> str:
+    rest = len(faults) - SHOWN
+    return ", ".join(faults[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from miles.ray import placement_group
+from miles.ray.resume import resumed
 from miles.ray.rollout.training_data import RolloutResult
 from miles.residency import filesystem
 from miles.utils.arguments import parse_args
+from miles.utils.checkpoint_folder import begin_checkpoint
+from tests.fast.fake_checkpoint import write_ranks, write_rollout
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
@@ -18,10 +21,10 @@ _spec.loader.exec_module(train)
 
 
 class Service:
-    """A client whose every call is written down as "<name> <verb> <arguments>"."""
+    """A client whose every call is written down as "<name> <verb> <arguments>"; `save` of them saves something."""
 
-    def __init__(self, name, calls, answers, fail_at=None):
-        self._name, self._calls, self._answers, self._fail_at = name, calls, answers, fail_at
+    def __init__(self, name, calls, answers, fail_at, save):
+        self._name, self._calls, self._answers, self._fail_at, self._save = name, calls, answers, fail_at, save
 
     def __getattr__(self, verb):
         if verb.startswith("_"):
@@ -35,6 +38,8 @@ class Service:
             fails = len(self._calls) == self._fail_at
             if not fails:
                 self._calls.append(line)
+                if verb == "save":
+                    self._save(arguments[0])
 
             async def answer():
                 if fails:
@@ -64,32 +69,34 @@ def driver(tmp_path, monkeypatch):
     folders = itertools.count()
 
     async def run(flags="--colocate", calls=None, fail_at=None, rollouts=3, **more_answers):
-        length = ("--num-rollout", str(rollouts))
+        length = () if "--num-epoch" in flags else ("--num-rollout", str(rollouts))
         config = parse_args([*base, *length, *flags.split(), "--run-dir", str(tmp_path / f"run {next(folders)}")])
         calls = [] if calls is None else calls
         answers = {
             "generate": RolloutResult([], {}),
             "engine_urls": ["http://engine"],
-            "start_rollout_id": 0,
-            "resolved_config": config,
+            "resolved_config": resumed(config).model_copy(update={"num_rollout": rollouts}),
             "load": 7,
             **more_answers,
         }
         bundles = [SimpleNamespace(node_ip="here")] * config.world_size if config.needs_trainer else []
         placement = SimpleNamespace(trainer=bundles, options=lambda bundle, share: {})
-        rollout = Service("rollout", calls, answers, fail_at)
+        rollout = Service("rollout", calls, answers, fail_at, write_rollout)
 
         async def create_rollout_manager(config, placement):
             calls.append("rollout created")
             return rollout
 
-        def group(name, **more):
-            return lambda config, options, nodes: Service(name, calls, answers | more, fail_at)
+        def group(name, root, **more):
+            def save(rollout_id):
+                write_ranks(begin_checkpoint(root, rollout_id))
+
+            return lambda config, options, nodes: Service(name, calls, answers | more, fail_at, save)
 
         monkeypatch.setattr(placement_group, "create_placement_groups", lambda config: placement)
         monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)
-        monkeypatch.setattr(placement_group, "TrainGroup", group("trainer"))
-        monkeypatch.setattr(placement_group, "CriticGroup", group("critic", train=({}, [None])))
+        monkeypatch.setattr(placement_group, "TrainGroup", group("trainer", config.save))
+        monkeypatch.setattr(placement_group, "CriticGroup", group("critic", config.critic_save, train=({}, [None])))
         await train.run(config)
         return calls
 

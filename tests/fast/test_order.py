@@ -10,6 +10,7 @@ import pytest
 
 from miles.ray.handover import Handover
 from miles.residency.state import ResidencyError
+from tests.fast.fake_checkpoint import save_fake
 from tests.fast.recording_driver import calls_of, driver, steps_of
 
 DISPOSE = "rollout dispose"
@@ -31,7 +32,7 @@ CASES = {
         """
         rollout offload cuda_graph kv_cache weights
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -45,7 +46,7 @@ CASES = {
         """
         rollout offload_kv
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -59,7 +60,7 @@ CASES = {
         """
         rollout offload_kv
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -73,7 +74,7 @@ CASES = {
         """
         rollout offload cuda_graph weights
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -87,7 +88,7 @@ CASES = {
         """
         rollout offload_kv
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -100,7 +101,7 @@ CASES = {
     "--colocate --no-offload-rollout": three_steps(
         """
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1
         """,
         """
@@ -114,7 +115,7 @@ CASES = {
         """
         rollout offload cuda_graph kv_cache weights
         trainer init
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer clear_memory, rollout onload_weights, trainer update_weights 1, rollout onload_kv
         """,
         """
@@ -127,7 +128,7 @@ CASES = {
     "--colocate --no-offload": three_steps(
         """
         trainer init
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1
         """,
         """
@@ -140,7 +141,7 @@ CASES = {
         """
         rollout offload cuda_graph kv_cache weights
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         rollout onload_weights, trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
         """,
         """
@@ -155,7 +156,7 @@ CASES = {
         """
         rollout offload_kv
         trainer init, trainer sleep
-        trainer start_rollout_id, rollout engine_urls, trainer connect
+        rollout engine_urls, trainer connect
         trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
         """,
         """
@@ -176,11 +177,11 @@ CASES["--rollout-num-gpus 1"] = CASES["--colocate --no-offload"]
 # Where a side is missing nothing moves and nothing is sent.
 CASES["--colocate --debug-rollout-only"] = three_steps("", "rollout generate {id}")
 CASES["--colocate --debug-train-only --loss-type sft_loss"] = CASES["--loss-type sft_loss"] = three_steps(
-    "trainer init, trainer start_rollout_id", "rollout generate {id}, trainer train {id}"
+    "trainer init", "rollout generate {id}, trainer train {id}"
 )
 
 
-SPLIT_SET_UP = "trainer init, trainer start_rollout_id, rollout engine_urls, trainer connect, trainer update_weights 1"
+SPLIT_SET_UP = "trainer init, rollout engine_urls, trainer connect, trainer update_weights 1"
 AHEAD = "--rollout-num-gpus 1 --one-step-ahead"
 ASYNC = "--rollout-num-gpus 1 --fully-async"
 CASES[AHEAD] = steps_of(
@@ -235,7 +236,7 @@ async def test_saving_and_evaluation_find_their_side_awake(drive, tmp_path):
         trained = calls.index(f"trainer train {rollout_id}") + 1
         calls[trained:trained] = [
             f"trainer save {rollout_id}",
-            f"rollout save {folder / f'iter_{rollout_id:07d}'}",
+            f"rollout save {folder / f'.iter_{rollout_id:07d}.partial'}",
             f"trainer export_hf {rollout_id}",
         ]
         insert(after, f"rollout evaluate {rollout_id} False")
@@ -249,8 +250,8 @@ async def test_what_is_saved_or_evaluated_is_synced_whatever_the_interval(drive,
     flags = f"{AHEAD} --update-weights-interval 100 --save checkpoints --save-interval 2"
     expected = list(CASES[f"{AHEAD} --update-weights-interval 2"])
     saved = [
-        ["trainer save 1", f"rollout save {tmp_path / 'checkpoints/iter_0000001'}"],
-        ["trainer save 2", f"rollout save {tmp_path / 'checkpoints/iter_0000002'}"],
+        ["trainer save 1", f"rollout save {tmp_path / 'checkpoints/.iter_0000001.partial'}"],
+        ["trainer save 2", f"rollout save {tmp_path / 'checkpoints/.iter_0000002.partial'}"],
     ]
     expected[expected.index("trainer update_weights 2") : expected.index("trainer update_weights 2")] = saved[0]
     expected[-1:-1] = [*saved[1], "trainer update_weights 3"]
@@ -267,33 +268,48 @@ async def test_what_is_saved_or_evaluated_is_synced_whatever_the_interval(drive,
 
 
 async def test_a_resumed_run_goes_on_with_prompts_and_versions(drive, tmp_path):
-    folder = tmp_path / "checkpoints" / "iter_0000001"
-    folder.mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
-    calls = await drive("--rollout-num-gpus 1 --load checkpoints", start_rollout_id=2)
+    save_fake(tmp_path / "checkpoints", 1)
+    calls = await drive("--rollout-num-gpus 1 --load checkpoints")
     assert calls == [
-        *("rollout created", "rollout resolved_config", "trainer init", "trainer start_rollout_id"),
-        *(f"rollout load {folder}", "rollout engine_urls", "trainer connect", "trainer update_weights 8"),
+        *("rollout created", "rollout resolved_config", "trainer init"),
+        *(
+            f"rollout load {tmp_path}/checkpoints/iter_0000001",
+            "rollout engine_urls",
+            "trainer connect",
+            "trainer update_weights 8",
+        ),
         *("rollout generate 2", "trainer train 2", "trainer update_weights 9", "rollout dispose"),
     ]
 
 
+@pytest.mark.parametrize("length", ["", "--num-epoch 3"])
+async def test_a_finished_run_says_so_and_ends(drive, tmp_path, capsys, length):
+    """With a run folder of its own as well: nothing of the run that finished is looked for there."""
+    save_fake(tmp_path / "checkpoints", 1, 2)
+    calls = await drive(f"--rollout-num-gpus 1 --load checkpoints {length}")
+    assert calls == (["rollout created", "rollout resolved_config", DISPOSE] if length else [])
+    said = (
+        f"nothing to do: this run of 3 rollouts is finished, {tmp_path}/checkpoints/iter_0000002 is its last checkpoint"
+    )
+    assert capsys.readouterr().out.startswith(said)
+    assert "rollout generate 2" in await drive("--rollout-num-gpus 1 --load checkpoints --ckpt-step 1")
+
+
 @pytest.mark.parametrize(
-    ("flags", "start", "step", "set_up"),
+    ("flags", "step", "set_up"),
     [
-        ("--rollout-num-gpus 1", 0, 0, SPLIT_SET_UP),
-        ("--rollout-num-gpus 1 --load checkpoints", 2, 1, SPLIT_SET_UP),
-        ("--colocate --debug-rollout-only", 0, 0, ""),
-        (ASYNC, 0, 0, CASES[ASYNC][2:9]),
+        ("--rollout-num-gpus 1", 0, SPLIT_SET_UP),
+        ("--rollout-num-gpus 1 --load checkpoints", 1, SPLIT_SET_UP),
+        ("--colocate --debug-rollout-only", 0, ""),
+        (ASYNC, 0, CASES[ASYNC][2:8]),
     ],
 )
-async def test_a_run_that_only_evaluates(drive, tmp_path, capsys, flags, start, step, set_up):
+async def test_a_run_that_only_evaluates(drive, tmp_path, capsys, flags, step, set_up):
     """Once, with the weights that are there, on a first run and on a resumed one, with or without a trainer."""
     (tmp_path / "held_out.jsonl").touch()
-    (tmp_path / "checkpoints" / "iter_0000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1\n")
+    save_fake(tmp_path / "checkpoints", 1)
     flags += " --eval-prompt-data held_out held_out.jsonl"
-    calls = await drive(flags, rollouts=0, start_rollout_id=start, evaluate={"eval/held_out": 0.25})
+    calls = await drive(flags, rollouts=0, evaluate={"eval/held_out": 0.25})
     set_up = calls_of(set_up) if isinstance(set_up, str) else set_up
     assert calls == ["rollout created", "rollout resolved_config", *set_up, f"rollout evaluate {step} False", DISPOSE]
     printed = capsys.readouterr().out
@@ -320,7 +336,7 @@ async def test_each_evaluation_is_preceded_by_its_check(drive, monkeypatch):
     monkeypatch.setattr(Handover, "before_evaluation", lambda handover: calls.append("check"))
     await drive("--colocate", calls)
     # Before the first step and at the end of each.
-    assert [number for number, call in enumerate(calls) if call == "check"] == [11, 20, 29, 38]
+    assert [number for number, call in enumerate(calls) if call == "check"] == [10, 19, 28, 37]
 
 
 @pytest.mark.parametrize("peak", ["cpu", "gpu"])
@@ -381,7 +397,7 @@ def told_by_the_tables(v):
         after_generate = engine_leaves + wakes
         after_train = sleeps + clears + weights_return + sync + pools_return
 
-    built = ["trainer init", *sleeps, "trainer start_rollout_id", "rollout engine_urls", "trainer connect"]
+    built = ["trainer init", *sleeps, "rollout engine_urls", "trainer connect"]
     set_up = [*engines_up, *built, *(line.format(version=1) for line in first_sync)]
     step = ["rollout generate {id}", *after_generate, "trainer train {id}", *after_train]
     return three_steps(", ".join(set_up), ", ".join(step))

@@ -16,7 +16,7 @@ SET_UP, CRITIC_ALONE, STEP = PPO = (
     """
     rollout offload cuda_graph kv_cache weights
     trainer init, trainer sleep, critic init, critic sleep
-    trainer start_rollout_id, rollout engine_urls, trainer connect
+    rollout engine_urls, trainer connect
     rollout onload_weights, trainer update_weights 1, rollout onload_kv
     """,
     """
@@ -46,7 +46,7 @@ PPO_TP = (PPO_TP[0], PPO_TP[1].replace("critic sleep", "critic sleep, trainer re
 PPO_STAYS = (
     """
     trainer init, critic init
-    trainer start_rollout_id, rollout engine_urls, trainer connect
+    rollout engine_urls, trainer connect
     trainer update_weights 1
     """,
     "rollout generate {id}, critic train {id}",
@@ -76,7 +76,7 @@ async def test_a_critic_is_saved_before_it_leaves_and_the_actor_comes_for_its_sa
     critic_folder.mkdir()
     # The second step trains the critic alone, but both are saved after it: the actor comes, and is not trained.
     critic_trained, actor_trained = "critic train {id}", "trainer train {id}"
-    actor_saved = f"trainer save {{id}}, rollout save {folder}/iter_000000{{id}}"
+    actor_saved = f"trainer save {{id}}, rollout save {folder}/.iter_000000{{id}}.partial"
     saved = STEP.replace(critic_trained, critic_trained + ", critic save {id}")
     untrained = saved.replace("    " + actor_trained, actor_saved)
     calls = steps_of(SET_UP, CRITIC_ALONE, untrained, saved.replace(actor_trained, f"{actor_trained}, {actor_saved}"))

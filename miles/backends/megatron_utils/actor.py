@@ -32,7 +32,7 @@ from miles.residency.plan import Party
 from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
-from miles.utils.checkpoint_folder import checkpoint_folder, find_checkpoint
+from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
@@ -42,15 +42,12 @@ from miles.weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 
-# In a checkpoint's folder, where it is not --ref-load any more.
-MOVED_REFERENCE = "reference"
-
 
 class MegatronTrainRayActor:
     """Holds this rank's part of the model and trains it.
 
     Args:
-        config: the run's configuration, complete (num_rollout is set).
+        config: the run's configuration, complete (num_rollout is set, the checkpoint to load is found).
         rank, world_size: this rank's place among the trainer's ranks.
     """
 
@@ -67,7 +64,6 @@ class MegatronTrainRayActor:
         self.old_actor: HostWeights | None = None
         self.streamed: StreamedOptimizer | None = None
         self.updater: WeightUpdater | None = None
-        self.first_rollout_id = 0
         self.checked_log_probs = False
 
     def master_address(self) -> str:
@@ -134,23 +130,16 @@ class MegatronTrainRayActor:
 
     def _load_checkpoint(self) -> None:
         config = self.config
-        found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
-        if found is not None:
-            rollout_id, folder = found
-            if self.reference is not None and (folder / MOVED_REFERENCE).exists():
+        if config.load is not None:
+            folder = locate(config.load, config.ckpt_step)
+            if self.reference is not None and (folder / REFERENCE).exists():
                 with self.reference.swapped_in():
-                    checkpoint.load_weights(folder / MOVED_REFERENCE, self.state)
+                    checkpoint.load_weights(folder / REFERENCE, self.state)
                 self.reference_moved = True
             checkpoint.load(folder, self.state, with_optimizer=not config.no_load_optim)
-            self.first_rollout_id = rollout_id + 1
             logger.info("continuing from %s", folder)
         if config.keep_old_actor:
             self.old_actor = HostWeights(self.chunks)
-
-    def start_rollout_id(self) -> int:
-        """The rollout to start with: --start-rollout-id, else the one after the loaded checkpoint's."""
-        explicit = self.config.start_rollout_id
-        return self.first_rollout_id if explicit is None else explicit
 
     # Training
 
@@ -310,8 +299,7 @@ class MegatronTrainRayActor:
             checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
             if self.reference_moved:
                 with self.reference.swapped_in():
-                    folder = checkpoint_folder(self.config.save, rollout_id) / MOVED_REFERENCE
-                    checkpoint.save_weights(folder, self.state)
+                    checkpoint.save_weights(partial_folder(self.config.save, rollout_id) / REFERENCE, self.state)
             empty_caches(torch.device(self.config.device))  # the writer's pinned buffers are as large as the state
 
     def export_hf(self, rollout_id: int) -> None:

@@ -1,11 +1,10 @@
 """Checkpoints of the trainer: model, optimizer, schedule and random state, in Megatron's resharding format.
 
-A checkpoint is the folder `<save>/iter_0000012` (the number is the rollout id). It counts only once
-`latest_checkpointed_iteration.txt` names it, and that marker is written last, by the driver.
+A rank writes into the folder of a checkpoint that is not finished yet; `miles.utils.checkpoint_folder` says what
+belongs there, and the driver declares it whole.
 """
 
 import logging
-import shutil
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers
-from miles.utils.checkpoint_folder import checkpoint_folder
+from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,20 +30,16 @@ _METADATA = {
 
 def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) -> None:
     """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together."""
-    folder = checkpoint_folder(root, rollout_id)
-    model_folder = folder / "model"
+    folder = partial_folder(root, rollout_id)
     if dist.get_rank() == 0:
-        # What a crash left behind, or an earlier run that is repeated from before this rollout.
-        shutil.rmtree(folder, ignore_errors=True)
-        model_folder.mkdir(parents=True)
-        (folder / "rng").mkdir()
+        begin_checkpoint(root, rollout_id)
     dist.barrier()
     dist_checkpointing.save(
         _sharded_state(state, with_optimizer, is_loading=False),
-        str(model_folder),
+        str(folder / MODEL),
         content_metadata=_METADATA,
     )
-    torch.save(_rng_state(), folder / "rng" / f"rank_{dist.get_rank():05d}_of_{dist.get_world_size():05d}.pt")
+    torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
     dist.barrier()
 
 
@@ -53,7 +48,7 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
 
     Random state is restored when the number of ranks is the one it was saved with.
     """
-    model_folder = folder / "model"
+    model_folder = folder / MODEL
     if with_optimizer:
         _check_optimizer(folder, dist_checkpointing.load_common_state_dict(str(model_folder)), state)
     loaded = dist_checkpointing.load(
@@ -68,7 +63,7 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     else:
         state.optimizer.reload_model_params()
-    rng_file = folder / "rng" / f"rank_{dist.get_rank():05d}_of_{dist.get_world_size():05d}.pt"
+    rng_file = folder / random_state_file(dist.get_rank(), dist.get_world_size())
     if rng_file.exists():
         _set_rng_state(torch.load(rng_file, weights_only=True))
     else:
@@ -77,7 +72,7 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
 
 def is_of_critic(folder: Path) -> bool:
     """Whether the checkpoint in `folder` is that of a critic: it has a value head in the place of the output layer."""
-    saved = dist_checkpointing.load_tensors_metadata(str(folder / "model"))
+    saved = dist_checkpointing.load_tensors_metadata(str(folder / MODEL))
     return "output_layer.bias" in saved
 
 

@@ -13,7 +13,7 @@ from miles.residency.plan import Party
 from miles.training.policy import compute_value_loss
 from miles.training.rollout_columns import advantages_of
 from miles.training.schedule import TrainShard
-from miles.utils.checkpoint_folder import find_checkpoint
+from miles.utils.checkpoint_folder import locate
 from miles.utils.errors import UserError
 
 
@@ -43,9 +43,8 @@ class MegatronCriticRayActor(MegatronTrainRayActor):
 
     def _load_checkpoint(self) -> None:
         config = self.config
-        found = find_checkpoint(config.load, config.ckpt_step) if config.load else None
-        if found is not None and not checkpoint.is_of_critic(found[1]):
-            raise UserError(f"{found[1]} holds no critic: give --critic-load a folder that --critic-save wrote")
+        if config.load is not None and not checkpoint.is_of_critic(folder := locate(config.load, config.ckpt_step)):
+            raise UserError(f"{folder} holds no critic: give --critic-load a folder that --critic-save wrote")
         super()._load_checkpoint()
 
     def _total_steps(self) -> int:

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from miles.utils.checkpoint_folder import DATA_FILE, SAMPLES_FILE
 from miles.utils.errors import UserError
-
-DATA_FILE = "data_source.json"
-SAMPLES_FILE = "samples.json"
 
 
 def write_state(folder: Path, state: dict[str, Any], version: int) -> None:

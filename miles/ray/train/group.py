@@ -88,12 +88,6 @@ class TrainGroup:
         address = await self.ranks[0].master_address()
         await self._all("init", address)
 
-    async def start_rollout_id(self) -> int:
-        """The first rollout to train: the one after the loaded checkpoint's, else 0."""
-        ids = set(await self._all("start_rollout_id"))
-        assert len(ids) == 1, f"ranks loaded different checkpoints: {ids}"
-        return ids.pop()
-
     async def connect(self, engines: list[EngineTarget]) -> None:
         """Tell the ranks which engines get their weights."""
         await self._all("connect", engines)
@@ -182,26 +176,21 @@ class CriticGroup(TrainGroup):
 
 
 def critic_config(config: RunConfig) -> RunConfig:
-    """The configuration as the critic's ranks read it. Of their checkpoints they take that of the actor's rollout.
+    """The configuration as the critic's ranks read it: of their checkpoints they take that of the actor's rollout.
 
-    Raises:
-        ValueError: --critic-load has checkpoints, and none of the rollout after which the actor goes on.
+    Beside an actor that starts anew they take the newest.
     """
-    actor = find_checkpoint(config.load, config.ckpt_step) if config.load else None
-    critic = find_checkpoint(config.critic_load, None) if config.critic_load else None
-    if actor is not None and critic is None:
-        logger.warning(
-            "no checkpoint in %s: beside the actor of %s the critic is a new one", config.critic_load, actor[1]
-        )
-    elif actor is not None:
-        find_checkpoint(config.critic_load, actor[0])
+    load, step = config.critic_load, config.ckpt_step
+    if load is not None and step is None:
+        found = find_checkpoint(load, None)
+        load, step = (None, None) if found is None else (load, found[0])
     return config.model_copy(
         update={
             "lr": config.critic_lr,
             "lr_warmup_iters": config.critic_lr_warmup_iters,
             "lr_warmup_fraction": None,
-            "load": config.critic_load,
-            "ckpt_step": actor[0] if actor is not None and critic is not None else None,
+            "load": load,
+            "ckpt_step": None if load is None else step,
             "save": config.critic_save,
             "save_hf": None,
             "keep_old_actor": False,

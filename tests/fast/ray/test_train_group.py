@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import logging
 import re
 import time
 
@@ -13,8 +12,8 @@ from safetensors import SafetensorError
 from miles.config import RunConfig
 from miles.ray.train import group as group_module
 from miles.ray.train.group import CriticGroup, TrainGroup, critic_config
-from miles.utils.checkpoint_folder import checkpoint_folder, write_marker
 from miles.utils.errors import AnotherRankFailed
+from tests.fast.fake_checkpoint import save_fake
 
 NODES = [f"10.0.0.{node}" for node in range(8)]
 
@@ -175,42 +174,23 @@ async def test_a_rank_that_hangs_is_named_where_all_others_waited_for_it(monkeyp
     ]
 
 
-def saved(root, *rollouts):
-    for rollout_id in rollouts:
-        checkpoint_folder(root, rollout_id).mkdir(parents=True)
-        write_marker(root, rollout_id)
-
-
 def test_what_a_critic_has_of_its_own():
     run = config(lr=0.1, lr_warmup_fraction=0.5, critic_lr_warmup_iters=3, save="a", critic_save="b", save_hf="c")
     critic = critic_config(run)
     changed = {name for name, value in dict(critic).items() if value != getattr(run, name)}
     assert changed == {"lr", "lr_warmup_iters", "lr_warmup_fraction", "save", "save_hf"}
     assert (critic.lr, critic.lr_warmup_iters, critic.lr_warmup_fraction) == (0.5, 3, None)
-    assert (critic.load, critic.ckpt_step, critic.save, critic.save_hf) == (None, None, "b", None)
+    assert (critic.load, critic.ckpt_step, critic.save, critic.save_hf) == (None, None, run.critic_save, None)
 
 
-def test_a_critic_continues_where_its_actor_does(tmp_path, caplog):
-    actor, critic = tmp_path / "actor", tmp_path / "critic"
-    saved(actor, 1, 3)
-    flags = {"load": str(actor), "critic_load": str(critic)}
-
-    # Without any checkpoint it is a new one, and says so.
-    with caplog.at_level(logging.WARNING):
-        assert critic_config(config(**flags)).ckpt_step is None
-    assert f"no checkpoint in {critic}: beside the actor of {actor}/iter_0000003 the critic is a new one" in caplog.text
-
-    # One more was saved than of the actor: a crash came in between.
-    saved(critic, 1, 3, 5)
-    found = critic_config(config(**flags))
-    assert (found.load, found.ckpt_step) == (str(critic), 3)
-    assert critic_config(config(**flags, ckpt_step=1)).ckpt_step == 1
-
-    # An actor that starts anew takes any critic.
-    assert critic_config(config(critic_load=str(critic))).ckpt_step is None
-
-    saved(actor, 7)
-    with pytest.raises(
-        ValueError, match="no checkpoint iter_0000007 in .*critic; there are: iter_0000001, iter_0000003"
+def test_a_critic_continues_where_its_actor_does(tmp_path):
+    folder = str(tmp_path)
+    save_fake(tmp_path, 1, 3, rollout=False)
+    for given, load, step in (
+        ({"load": "a", "ckpt_step": 1, "critic_load": folder}, folder, 1),
+        ({"load": "a", "ckpt_step": 1}, None, None),  # a new one beside it
+        ({"critic_load": folder}, folder, 3),  # an actor that starts anew takes any critic
+        ({"critic_load": f"{folder}/none"}, None, None),
     ):
-        critic_config(config(**flags))
+        critic = critic_config(config(**given))
+        assert (critic.load, critic.ckpt_step) == (load, step)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -121,7 +122,7 @@ def main(rank, checkpoint, folder, ports):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
-    from miles.utils.checkpoint_folder import write_marker
+    from miles.utils.checkpoint_folder import finish_checkpoint
 
     spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
     tracing = importlib.util.module_from_spec(spec)
@@ -148,7 +149,7 @@ def main(rank, checkpoint, folder, ports):
         lines = []
         if name == "apart":
             lines = refusals(actor, mine)
-        for rollout_id in range(actor.start_rollout_id(), config.num_rollout if name != "apart" else 0):
+        for rollout_id in range(first_rollout(actor.config), config.num_rollout if name != "apart" else 0):
             metrics = actor.train(rollout_id, mine)
             lines.append({key: value for key, value in metrics.items() if not key.startswith("perf/")})
             lines[-1]["log_probs passes"] = int("perf/log_probs_time" in metrics)
@@ -158,7 +159,7 @@ def main(rank, checkpoint, folder, ports):
             if name == "moving reference" and rollout_id == SAVED_AFTER:
                 actor.save(rollout_id)
                 if rank == 0:
-                    write_marker(folder / "saved", rollout_id)
+                    finish_checkpoint(folder / "saved", rollout_id)
         if rank_ == 0:
             (folder / f"{name}.json").write_text(json.dumps(lines))
         torch.distributed.barrier()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from miles.ray.resume import first_rollout
+from miles.utils.checkpoint_folder import MARKER, finish_checkpoint
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -61,11 +63,9 @@ def results(run_ranks, tiny_checkpoint, tmp_path):
 
 def spoil(folder):
     """Set the marker back to the first checkpoint, and lay down what a killed run may leave behind."""
-    from miles.utils.checkpoint_folder import write_marker
-
     for name in STRAIGHT:
         assert (folder / name / "iter_0000001").is_dir()
-        write_marker(folder / name, SAVED_AFTER)
+        (folder / name / MARKER).write_text(f"{SAVED_AFTER}\n")
         (folder / name / "iter_0000009" / "model").mkdir(parents=True)
     (folder / "no marker" / "iter_0000000" / "model").mkdir(parents=True)
 
@@ -145,7 +145,7 @@ def run(tracing, config, rank, ranks, port):
         result["error"] = str(error)
     else:
         mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-        result["start"] = actor.start_rollout_id()
+        result["start"] = first_rollout(actor.config)
         result["weights"].append(digest(actor.chunks))
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
@@ -153,6 +153,8 @@ def run(tracing, config, rank, ranks, port):
             result["weights"].append(digest(actor.chunks))
             if config.save is not None and rollout_id < 2:
                 actor.save(rollout_id)
+                if rank == 0:
+                    finish_checkpoint(config.save, rollout_id)
         torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

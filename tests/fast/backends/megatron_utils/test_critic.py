@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -212,7 +213,7 @@ def layouts(rank, folder, checkpoints, ports):
 
 def checkpoints(rank, folder, checkpoint, ports):
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
-    from miles.utils.checkpoint_folder import write_marker
+    from miles.utils.checkpoint_folder import finish_checkpoint
 
     def saved(name, rank, ranks, flags, port):
         """Trains two rollouts, with a checkpoint after the first; returns what the second was like."""
@@ -222,14 +223,14 @@ def checkpoints(rank, folder, checkpoint, ports):
         critic.save(0)
         second = trained(critic, shard, range(1))
         if rank == 0:
-            write_marker(folder / f"{name}_critic", 0)
+            finish_checkpoint(folder / f"{name}_critic", 0)
         leave_world()
         return second
 
     def resumed(source, port):
         flags = ("--critic-load", str(folder / f"{source}_critic"))
         critic, shard = built(0, 1, checkpoint, folder / f"resumed {source}", flags, port)
-        assert critic.start_rollout_id() == 1
+        assert first_rollout(critic.config) == 1
         second = trained(critic, shard, range(1))
         leave_world()
         return second
@@ -242,7 +243,7 @@ def checkpoints(rank, folder, checkpoint, ports):
         actor = MegatronTrainRayActor(config, 0, 1)
         actor.init(f"127.0.0.1:{ports[4]}")
         actor.save(0)
-        write_marker(folder / "actor", 0)
+        finish_checkpoint(folder / "actor", 0)
         leave_world()
         flags = ("--critic-load", str(folder / "actor"))
         with pytest.raises(ValueError, match="holds no critic"):

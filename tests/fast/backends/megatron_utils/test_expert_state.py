@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
 from tests.fast.backends.megatron_utils.test_expert_layouts import (
     EP2,
@@ -128,12 +129,12 @@ def run(config, rank, port):
 def train(actor, result):
     from megatron.core import parallel_state
 
-    from miles.utils.checkpoint_folder import write_marker
+    from miles.utils.checkpoint_folder import finish_checkpoint
 
     config = actor.config
     mine = tracing().made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     result["weights"].append(digest(actor.chunks))
-    for rollout_id in range(actor.start_rollout_id(), ROLLOUTS):
+    for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
         if config.offload_train:
             actor.sleep()
             actor.destroy_process_groups()
@@ -144,7 +145,7 @@ def train(actor, result):
         if config.save is not None and rollout_id == 0:
             actor.save(0)
             if actor.rank == 0:
-                write_marker(Path(config.save), 0)
+                finish_checkpoint(config.save, 0)
 
 
 def digest(chunks):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -96,7 +97,7 @@ def straight(actor, shard):
 
 def resumed(actor, shard):
     """From the checkpoint that `cycled` saved after its first cycle and second rollout."""
-    assert actor.start_rollout_id() == 2
+    assert first_rollout(actor.config) == 2
     for rollout_id in range(2, actor.config.num_rollout):
         yield actor.train(rollout_id, shard)
 
@@ -107,7 +108,7 @@ def cycled(actor, shard):
 
     from miles.backends.megatron_utils.initialize import build_process_groups
     from miles.backends.megatron_utils.process_groups import SubGroups
-    from miles.utils.checkpoint_folder import write_marker
+    from miles.utils.checkpoint_folder import finish_checkpoint
 
     failures = []
 
@@ -158,7 +159,7 @@ def cycled(actor, shard):
         if cycle == 1 and SAVING in str(actor.config.save):
             actor.save(1)
             if actor.rank == 0:
-                write_marker(Path(actor.config.save), 1)
+                finish_checkpoint(actor.config.save, 1)
     if SAVING in str(actor.config.save):  # once is enough, it searches the process several times
         immutable_holder(actor, groups, name)
 

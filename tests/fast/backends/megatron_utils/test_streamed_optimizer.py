@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES, NEIGHBOURS, StateFile, decode, encode
+from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -188,7 +189,7 @@ def run(tracing, config, rank, ranks, port, moments, breaks):
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
     from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
-    from miles.utils.checkpoint_folder import write_marker
+    from miles.utils.checkpoint_folder import finish_checkpoint
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
@@ -208,14 +209,14 @@ def run(tracing, config, rank, ranks, port, moments, breaks):
     if breaks:
         result["errors"] = errors_of_a_broken_run(actor, mine, fails=rank == ranks - 1)
     else:
-        for rollout_id in range(actor.start_rollout_id(), ROLLOUTS):
+        for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
             result["weights"].append(digest(actor.chunks[0]))
             if rollout_id == 0:
                 actor.save(rollout_id)
                 if rank == 0:
-                    write_marker(Path(config.save), rollout_id)
+                    finish_checkpoint(config.save, rollout_id)
         if moments is not None:
             result["left"] = sum(t.untyped_storage().nbytes() for t in state_tensors(optimizer) if t.stride() != (0,))
         torch.distributed.barrier()
