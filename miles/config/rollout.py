@@ -42,6 +42,18 @@ class RolloutConfig(Section):
     rollout_engine_start_timeout: float = Field(
         600.0, gt=0, description="Seconds that an engine may take until it answers its first health check."
     )
+    rollout_health_check_interval: float = Field(
+        10.0, gt=0, description="Seconds between two health checks of an engine: a question to its scheduler."
+    )
+    rollout_health_check_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds after which an engine that does not answer a health check is named in the log; its "
+        "requests go to others that do, until it answers again.",
+    )
+    rollout_health_check_first_wait: float = Field(
+        0.0, ge=0, description="Seconds from an engine's start to its first health check."
+    )
     rollout_request_timeout: float = Field(
         1800.0, gt=0, description="Seconds that one generation request may take; then it counts as failed."
     )

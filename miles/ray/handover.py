@@ -128,13 +128,20 @@ class Handover:
     async def _sync(self) -> dict[str, float]:
         self.version += 1
         if not self.config.fully_async:
-            return await self._trainer.update_weights(self.version)
+            return await self._update()
         # The engines never rest: what they are writing is cut off, and goes on with the new weights.
         try:
             await self.rollout.hold()
-            return await self._trainer.update_weights(self.version)
+            return await self._update()
         finally:
             await self.rollout.release()
+
+    async def _update(self) -> dict[str, float]:
+        try:
+            return await self._trainer.update_weights(self.version)
+        except Exception:
+            await self.rollout.check_engines()  # the end of a server says more than a lost connection
+            raise
 
     def _target(self, engine: int, url: str) -> EngineTarget:
         """A colocated engine reads the memory of the trainer ranks on its bundles; a remote one is sent the weights."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,12 +22,15 @@ BACKOFF_SECONDS = 0.5
 # An abort that overtakes its request finds nothing to abort: it is repeated this often, until all have answered.
 ABORT_AGAIN_SECONDS = 0.25
 HOLD_SECONDS = 120.0
+# A connection is lost before the server's process has ended: its end, and why, is known up to this much later.
+END_SECONDS = 3.0
+END_POLL_SECONDS = 0.5
 
 Request = tuple[Sample, dict[str, Any]]
 
 
 class EnginesLost(RuntimeError):
-    """No engine is left, or their router has died. The message says of what."""
+    """No engine is left, or their router has died. The message says why."""
 
 
 class RequestFailed(RuntimeError):
@@ -41,9 +45,11 @@ class EnginePool:
         clients: one an engine, or one of a router; requests go to these.
         limit: samples in flight at most, of each client.
         tokenizer: for the text of a response.
-        check_engines: returns the clients (of `clients` and `engines`) whose server has died, with what is known of it.
-            Called every few seconds while requests run, and when one fails.
+        check_engines: returns the clients (of `clients` and `engines`) that get no requests for now, with the reason.
+            Called every few seconds while requests run, and when one fails; who is not among them any more is taken
+            back.
         engines: one an engine, where `clients` is a router: what runs is aborted there. None: `clients`.
+        standing_still: returns the engines that do not answer, with what is known of it: for the message of `hold`.
 
     Attributes:
         tokenizer: as given.
@@ -59,6 +65,7 @@ class EnginePool:
         tokenizer: Any,
         check_engines: Callable[[], Awaitable[Mapping[SGLangClient, BaseException]]],
         engines: Sequence[SGLangClient] | None = None,
+        standing_still: Callable[[], Mapping[SGLangClient, str]] = dict,
     ) -> None:
         self.tokenizer = tokenizer
         self.end_ids = end_token_ids(config.hf_checkpoint, tokenizer)
@@ -66,6 +73,9 @@ class EnginePool:
         self._slots = Slots(clients, limit)
         self._engines = list(clients if engines is None else engines)
         self._check_engines = check_engines
+        self._standing_still = standing_still
+        self._out: Mapping[SGLangClient, BaseException] = {}
+        self._asked: Counter[SGLangClient] = Counter()
         self._checking: asyncio.Task[None] | None = None
         self._last_check = float("-inf")
         self._failing: set[SGLangClient] = set()
@@ -131,21 +141,21 @@ class EnginePool:
         Holding twice is holding once.
 
         Raises:
-            RuntimeError: engines have not answered 120 seconds after they were told to abort.
+            RuntimeError: engines, which are named, have not answered 120 seconds after they were told to abort.
         """
         self.holds += 1
         self._released.clear()
         self._held.set()
         try:
             async with asyncio.timeout(HOLD_SECONDS):
-                # Once at least: a request whose caller gave up runs on for seconds.
-                await asyncio.gather(*map(self._abort, self._engines))
-                while not await _happens(self._idle, ABORT_AGAIN_SECONDS):
-                    await asyncio.gather(*map(self._abort, self._engines))
+                await asyncio.gather(*map(self._abort_until_idle, self._engines))
+                await self._idle.wait()
         except TimeoutError:
+            asked = ", ".join(f"{count} at {client.url}" for client, count in self._asked.items() if count)
+            silent = "".join(f"; {client.url} {what}" for client, what in self._standing_still().items())
             raise RuntimeError(
-                f"{self._in_flight} samples are still in flight {HOLD_SECONDS:g} s after the engines "
-                f"{', '.join(engine.url for engine in self._engines)} were told to abort all requests"
+                f"{self._in_flight} samples are still in flight {HOLD_SECONDS:g} s after all requests were to be "
+                f"aborted: {asked or 'none at an engine'}{silent}"
             ) from None
 
     def release(self) -> None:
@@ -189,9 +199,10 @@ class EnginePool:
             if isinstance(error, SGLangError) and error.refused:
                 raise RequestFailed(f"{_names(missing)}: {error}") from error
             await self._check()
-            if client in self._slots:
+            last = len(failed_at) == self._retries
+            if client in self._slots and not (last and await self._ends(client, error)):
                 failed_at.append(client)
-                if len(failed_at) > self._retries:
+                if last:
                     raise RequestFailed(
                         f"{_names(missing)}: no usable answer in {self._retries + 1} requests "
                         f"(--rollout-request-retries {self._retries}); the last one: {error}"
@@ -205,6 +216,7 @@ class EnginePool:
 
     async def _ask(self, client: SGLangClient, requests: list[Request]) -> tuple[list[Request], Exception | None]:
         """Send them once, and extend the samples that got an answer; returns the others, with what went wrong."""
+        self._asked[client] += len(requests)
         try:
             replies = await self._watched(
                 client,
@@ -212,6 +224,8 @@ class EnginePool:
             )
         except SGLangError as error:
             return requests, error
+        finally:
+            self._asked[client] -= len(requests)
         missing, error = [], None
         for (sample, given), reply in zip(requests, replies, strict=True):
             try:
@@ -242,14 +256,18 @@ class EnginePool:
         )
 
     async def _watched(self, client: SGLangClient, call: Awaitable[list]) -> list:
-        """The result of `call`; SGLangError once its server is known to be dead: a lost host closes no connection."""
-        request = asyncio.ensure_future(call)
+        """The result of `call`; SGLangError once its server is out: a lost host closes no connection."""
+        request, look = asyncio.ensure_future(call), None
         try:
             while not (await asyncio.wait({request}, timeout=WATCH_SECONDS))[0]:
-                if asyncio.get_running_loop().time() - self._last_check >= WATCH_SECONDS:
-                    await self._check()
+                # Not awaited: another engine may be slow to say how it is.
+                if look is not None and look.done():
+                    look.result()
                 if client not in self._slots:
-                    raise SGLangError(client.url, None, "the server has died", 1)
+                    reason = self._out.get(client, "no engine is left")
+                    raise SGLangError(client.url, None, f"it was given up: {reason}", 1)
+                if asyncio.get_running_loop().time() - self._last_check >= WATCH_SECONDS:
+                    look = self._look()
             return request.result()
         finally:
             if not request.done():
@@ -257,23 +275,50 @@ class EnginePool:
                 await asyncio.wait({request})
 
     async def _check(self) -> None:
-        """Take the dead out; one look serves all who ask meanwhile."""
-        if self._checking is None or self._checking.done():
-            self._checking = asyncio.ensure_future(self._take_out_the_dead())
-        await asyncio.shield(self._checking)
+        """See which servers are out."""
+        await asyncio.shield(self._look())
 
-    async def _take_out_the_dead(self) -> None:
-        dead = await self._check_engines()
+    def _look(self) -> "asyncio.Task[None]":
+        """One look serves all who ask meanwhile."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.ensure_future(self._see_who_is_out())
+        return self._checking
+
+    async def _see_who_is_out(self) -> None:
+        out = await self._check_engines()
         self._last_check = asyncio.get_running_loop().time()
-        for client, reason in dead.items():
-            if client in self._engines or client in self._slots:
-                logger.error("%s has died and gets no more requests: %s", client.url, reason)
-            if client in self._engines:
-                self._engines.remove(client)
-            # A router without engines is of no use.
-            for useless in [client] if self._engines else self._clients:
-                if useless in self._slots:
-                    self._slots.remove(useless, f"no engine is left; {client.url}: {reason}")
+        before, self._out = self._out, dict(out)
+        for client in out.keys() - before.keys():
+            logger.error("%s gets no more requests: %s", client.url, out[client])
+        for client in before.keys() - out.keys():
+            logger.warning("%s gets requests again", client.url)
+        reasons = "; ".join(f"{client.url}: {reason}" for client, reason in out.items())
+        # A router without engines is of no use.
+        no_engine = all(engine in out for engine in self._engines)
+        for client in self._clients:
+            if client in out or no_engine:
+                if client in self._slots:
+                    self._slots.remove(client, f"no engine is left; {reasons}")
+            elif client not in self._slots:
+                self._slots.take_back(client)
+
+    async def _ends(self, client: SGLangClient, error: Exception) -> bool:
+        """Whether a server whose connection was lost turns out to have ended, unless `hold` comes first: True, too."""
+        if not isinstance(error, SGLangError) or error.status is not None:
+            return False
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while client in self._slots and not await _happens(self._held, END_POLL_SECONDS):
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await self._check()
+        return True
+
+    async def _abort_until_idle(self, engine: SGLangClient) -> None:
+        # Once at least: a request whose caller gave up runs on for seconds.
+        while engine not in self._out:
+            await self._abort(engine)
+            if await _happens(self._idle, ABORT_AGAIN_SECONDS):
+                return
 
     async def _abort(self, engine: SGLangClient) -> None:
         try:

@@ -11,7 +11,7 @@ SHUN_SECONDS = 3.0
 
 
 class NoServerLeft(RuntimeError):
-    """All servers have died; the message says of what."""
+    """No server gives an answer; the message says why."""
 
 
 class Slots:
@@ -28,19 +28,20 @@ class Slots:
     def __init__(self, clients: Sequence[SGLangClient], limit: int) -> None:
         self._limit = limit
         self._load = dict.fromkeys(clients, 0)
+        self._out: set[SGLangClient] = set()
         self._waiting: deque[tuple[int, Collection[SGLangClient], asyncio.Future[SGLangClient]]] = deque()
         self._shunned: dict[SGLangClient, float] = {}  # until when
         self._epitaph = ""
 
     def __contains__(self, client: SGLangClient) -> bool:
-        return client in self._load
+        return client in self._load and client not in self._out
 
     @asynccontextmanager
     async def take(self, count: int, avoid: Collection[SGLangClient] = ()) -> AsyncIterator[SGLangClient]:
         """A server for `count` samples, once one has room for them: none of `avoid` if there is another.
 
         Raises:
-            NoServerLeft: all have been removed.
+            NoServerLeft: all are out.
         """
         client = await self._acquire(count, avoid)
         try:
@@ -50,7 +51,7 @@ class Slots:
 
     def others(self, avoid: Collection[SGLangClient]) -> bool:
         """Whether there are servers besides those of `avoid`."""
-        return any(client not in avoid for client in self._load)
+        return any(client not in avoid for client in self._in_use())
 
     def shun(self, client: SGLangClient) -> None:
         """It failed a request: send others elsewhere until `trust`."""
@@ -62,9 +63,17 @@ class Slots:
 
     def remove(self, client: SGLangClient, reason: str) -> None:
         """Give `client` no more requests. `reason` is the message of NoServerLeft if it was the last one."""
-        del self._load[client]
+        self._out.add(client)
         self._epitaph = reason
         self._serve()
+
+    def take_back(self, client: SGLangClient) -> None:
+        """End `remove`. What it still has in flight from before counts."""
+        self._out.discard(client)
+        self._serve()
+
+    def _in_use(self) -> list[SGLangClient]:
+        return [client for client in self._load if client not in self._out]
 
     async def _acquire(self, count: int, avoid: Collection[SGLangClient]) -> SGLangClient:
         future = asyncio.get_running_loop().create_future()
@@ -79,15 +88,14 @@ class Slots:
             raise
 
     def _give_back(self, client: SGLangClient, count: int) -> None:
-        if client in self._load:
-            self._load[client] -= count
+        self._load[client] -= count
         self._serve()
 
     def _serve(self) -> None:
         while self._waiting:
             count, avoid, future = self._waiting[0]
             if not future.done():
-                if not self._load:
+                if not self._in_use():
                     future.set_exception(NoServerLeft(self._epitaph))
                 else:
                     client = self._choose(avoid)
@@ -100,7 +108,8 @@ class Slots:
             self._waiting.popleft()
 
     def _choose(self, avoid: Collection[SGLangClient]) -> SGLangClient:
-        allowed = [client for client in self._load if client not in avoid] or list(self._load)
+        in_use = self._in_use()
+        allowed = [client for client in in_use if client not in avoid] or in_use
         if self._shunned:
             now = asyncio.get_running_loop().time()
             allowed = [client for client in allowed if self._shunned.get(client, now) <= now] or allowed

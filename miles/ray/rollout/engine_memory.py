@@ -108,10 +108,18 @@ class EngineMemory:
             await call(tags)
         except SGLangError as error:
             self._lose(moves, error)
-            raise ResidencyError(
+            message = (
                 f"{self.name}: whether {', '.join(tags)} moved from {moves[0].source} to {moves[0].target} is unknown: "
                 f"{error}"
-            ) from error
+            )
+            if moves[0].target == Place.GPU:
+                # SGLang has no figures exact enough to compare with what is free before the call.
+                size = sum(self._bytes[move.region] for move in moves) / 1e9
+                message += (
+                    f". {size:.2f} GB were to come back, and SGLang ends where there is no room: if its log says so, "
+                    "lower --sglang-mem-fraction-static"
+                )
+            raise ResidencyError(message) from error
         except asyncio.CancelledError as error:
             self._lose(moves, error)
             raise
@@ -158,7 +166,7 @@ class RolloutMemory:
     Args:
         engines: the engines.
         movable: the regions that may leave; others never move, whatever is asked.
-        check_engines: raises, with the reason, if an engine has died.
+        check_engines: called after a failure; raises, with the reason, if it was that a server has ended.
     """
 
     def __init__(
@@ -178,7 +186,7 @@ class RolloutMemory:
     async def measure(self) -> None:
         """Ask all engines for the sizes of their regions, if any may move."""
         if self._movable:
-            await asyncio.gather(*(engine.measure() for engine in self._engines))
+            await self._of_all(EngineMemory.measure)
 
     async def offload(self, tags: Sequence[str]) -> dict[str, float]:
         """Release those of `tags` that may move, on all engines; returns perf/offload_rollout_* metrics.
@@ -210,7 +218,7 @@ class RolloutMemory:
         try:
             if self._lock.locked():
                 raise ResidencyError(f"{purpose} needs the engines, whose memory is being moved")
-            lacking = await asyncio.gather(*(engine.missing() for engine in self._engines))
+            lacking = await self._of_all(EngineMemory.missing)
             problems = [
                 f"{engine.name}: {', '.join(missing)}"
                 for engine, missing in zip(self._engines, lacking, strict=True)
@@ -234,17 +242,24 @@ class RolloutMemory:
         async with self._lock:
             if regions:
                 await self._wait_until_unused(verb)
-            results = await asyncio.gather(*(move(engine, regions) for engine in self._engines), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            await self._check_engines()  # a dead engine says more than a lost connection
-            for failure in failures[1:]:
-                failures[0].add_note(f"also failed: {failure}")
-            raise failures[0]
+            results = await self._of_all(lambda engine: move(engine, regions))
         return {
             f"perf/{verb}_rollout_time": time.perf_counter() - start,
             f"perf/{verb}_rollout_bytes": float(sum(results)),
         }
+
+    async def _of_all[T](self, call: Callable[[EngineMemory], Awaitable[T]]) -> list[T]:
+        """The results of a call to each engine, side by side; all are awaited before a failure is raised."""
+        results = await asyncio.gather(*map(call, self._engines), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if not failures:
+            return results
+        for failure in failures[1:]:
+            failures[0].add_note(f"also failed: {failure}")
+        try:
+            raise failures[0]
+        finally:
+            await self._check_engines()  # the end of a server says more than a lost connection
 
     async def _wait_until_unused(self, verb: str) -> None:
         try:

@@ -6,14 +6,25 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.router import RouterClient
 from miles.config import RunConfig
+from miles.ray.rollout.health import Health
 from miles.rollout.engine_pool import EnginePool
 
 logger = logging.getLogger(__name__)
+
+# A server that answers later than this is judged by its health, not by what it would have said.
+ANSWER_SECONDS = 3.0
+# A connection is lost before the server's process has ended: its end, and why, is known up to this much later.
+END_SECONDS = 3.0
+END_POLL_SECONDS = 0.3
+
+
+class ServersEnded(RuntimeError):
+    """Servers of the run have ended. The message says which, how, and what they wrote last."""
 
 
 class Engines:
@@ -34,6 +45,11 @@ class Engines:
         self._engines = engines
         self._router = router
         self._router_client: RouterClient | None = None
+        self._health = Health(config, {})
+        # By the number of a server's actor: the question that it has not answered yet.
+        self._checks: dict[int, asyncio.Future[None]] = {}
+        self._out: set[SGLangClient] = set()
+        self._version: str | None = None
         self.urls: list[str] = []
         self.clients: list[SGLangClient] = []
 
@@ -46,6 +62,9 @@ class Engines:
         self.clients = [SGLangClient(url, **limits) for url in self.urls]
         if router_url is not None:
             self._router_client = RouterClient(router_url, **limits)
+        names = self._names()
+        self._health = Health(config, {client: names[client] for client in self.clients})
+        self._health.start()
 
     def kill(self) -> None:
         """End all that Miles started, at once: a start failed, and others may still be starting."""
@@ -53,41 +72,101 @@ class Engines:
             ray.kill(part)  # a server ends with its actor
 
     async def check(self) -> None:
-        """Raise, with the tail of its log, if an engine or the router has died."""
-        await asyncio.gather(*(part.check.remote() for part in self._parts()))
+        """Raise ServersEnded if the server of an engine or the router has ended, or does so within three seconds.
 
-    async def dead(self) -> dict[SGLangClient, BaseException]:
-        """The clients of those that have died, with what `check` would say of each."""
-        results = await asyncio.gather(*(part.check.remote() for part in self._parts()), return_exceptions=True)
-        clients = [client for client in (*self.clients, self._router_client) if client is not None]
+        For whoever saw a call to one fail: what its log says says more than a lost connection.
+        """
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while not (ended := await self._ended()):
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(END_POLL_SECONDS)
+        names = self._names()
+        raise ServersEnded("\n".join(f"{names[client]}: {reason}" for client, reason in ended.items()))
+
+    async def out(self) -> dict[SGLangClient, BaseException]:
+        """The clients that get no requests for now, with the reason.
+
+        Their server has ended, or nothing listens there; or it stands still while others do not; or it had been out,
+        and has not the weights that the others have. One engine that is slow to answer delays this by three seconds.
+        """
+        out, still = await self._ended(), self._health.standing_still()
+        in_order = [client for client in self.clients if client not in out and client not in still]
+        if in_order:
+            out |= {client: RuntimeError(f"it {what}") for client, what in still.items() if client not in out}
+        back = [client for client in self.clients if client in self._out and client not in out]
+        if back:
+            out |= await self._with_other_weights(back, [client for client in in_order if client not in back])
+        self._out = set(out)
+        return out
+
+    async def _ended(self) -> dict[SGLangClient, BaseException]:
+        """The clients of the servers that have ended, as far as it is known within three seconds."""
+        for number, part in enumerate(self._parts()):
+            if number not in self._checks:
+                self._checks[number] = asyncio.ensure_future(part.check.remote())
+        if self._checks:
+            await asyncio.wait(self._checks.values(), timeout=ANSWER_SECONDS)
+        ended = {}
+        for number, client in enumerate(self._names()):
+            if self._checks[number].done() and (error := self._checks.pop(number).exception()) is not None:
+                ended[client] = error.cause if isinstance(error, RayTaskError) else error
+        return ended
+
+    async def _with_other_weights(
+        self, back: list[SGLangClient], others: list[SGLangClient]
+    ) -> dict[SGLangClient, BaseException]:
+        """Those of `back` whose weights are not those of `others`, or, without others, of the last rollout."""
+        asked = [*back, *others]
+        versions = dict(zip(asked, await asyncio.gather(*map(_version_soon, asked)), strict=True))
+        right = {versions[client] for client in others} or {self._version}
+        right.discard(None)
         return {
-            client: result for client, result in zip(clients, results, strict=True) if isinstance(result, BaseException)
+            client: RuntimeError(
+                f"it is there again with weights of version {versions[client]}, and the run is at version "
+                f"{', '.join(sorted(right))}"
+            )
+            for client in back
+            if right and versions[client] not in right
         }
 
     def pool(self, tokenizer: Any) -> EnginePool:
         """Where samples are generated: at each engine, or at the router, which chooses one."""
         limit = self._config.sglang_server_concurrency
         if self._router_client is None:
-            return EnginePool(self._config, self.clients, limit, tokenizer, self.dead)
+            return EnginePool(
+                self._config, self.clients, limit, tokenizer, self.out, standing_still=self._health.standing_still
+            )
         # The router takes no aborts.
         limit *= len(self.clients)
-        return EnginePool(self._config, [self._router_client], limit, tokenizer, self.dead, engines=self.clients)
+        return EnginePool(
+            self._config,
+            [self._router_client],
+            limit,
+            tokenizer,
+            self.out,
+            engines=self.clients,
+            standing_still=self._health.standing_still,
+        )
 
     async def version(self) -> int | None:
-        """Of the weights of the engines that answer; None before the first sync, and without engines."""
-        for client in self.clients:
-            try:
-                version = (await client.model_info())["weight_version"]
-            except SGLangError:
-                continue  # what a dead engine means is the pool's to say
-            return int(version) if version.isdecimal() else None
-        return None
+        """Of the weights of the first engine that answers; None before the first sync, and without engines."""
+        asked = [asyncio.create_task(_version_of(client)) for client in self.clients if client not in self._out]
+        try:
+            for answer in asyncio.as_completed(asked):
+                if (version := await answer) is not None:
+                    self._version = version
+                    return int(version) if version.isdecimal() else None
+        finally:
+            for task in asked:
+                task.cancel()
+        return None  # what that means is the pool's to say
 
     async def close(self) -> None:
         """Close connections and end the servers that Miles started. A second call does nothing."""
-        for client in (*self.clients, self._router_client):
-            if client is not None:
-                await client.close()
+        await self._health.stop()
+        for client in self._names():
+            await client.close()
         results = await asyncio.gather(*(part.shutdown.remote() for part in self._parts()), return_exceptions=True)
         for result in results:
             if isinstance(result, RayActorError):  # its node is gone, perhaps, and the run went on with the others
@@ -97,3 +176,25 @@ class Engines:
 
     def _parts(self) -> list[ActorHandle]:
         return self._engines if self._router is None else [*self._engines, self._router]
+
+    def _names(self) -> dict[SGLangClient, str]:
+        """What messages call each server, by its client; in the order of `_parts`."""
+        names = {client: f"engine {rank} ({client.url})" for rank, client in enumerate(self.clients)}
+        if self._router_client is not None:
+            names[self._router_client] = f"the router ({self._router_client.url})"
+        return names
+
+
+async def _version_of(client: SGLangClient) -> str | None:
+    try:
+        return (await client.model_info())["weight_version"]
+    except SGLangError:
+        return None
+
+
+async def _version_soon(client: SGLangClient) -> str | None:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await _version_of(client)
+    except TimeoutError:
+        return None

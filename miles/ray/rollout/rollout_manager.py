@@ -103,6 +103,13 @@ class RolloutManager:
         await self._memory.measure()
         collect_rarely()
 
+    async def check_engines(self) -> None:
+        """Raise ServersEnded if the server of an engine or the router has ended: for whoever's call to one failed.
+
+        The error has the engine's name, how it ended, its log file and the tail of that.
+        """
+        await self._engines.check()
+
     async def engine_urls(self) -> list[str]:
         """URL of each engine's server, by engine rank."""
         return self._engines.urls

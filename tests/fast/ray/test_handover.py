@@ -149,7 +149,17 @@ async def test_engines_that_never_rest_go_on_after_a_failed_sync(broken):
     handover.rollout.calls.clear()
     with pytest.raises(OSError, match=broken):
         await handover.to_rollout()
-    assert handover.rollout.calls == [("hold",), ("release",)]
+    assert [handover.rollout.calls[0], handover.rollout.calls[-1]] == [("hold",), ("release",)]
+
+
+async def test_a_failed_sync_is_explained_by_a_server_that_ended():
+    handover, trainer = await started()
+    trainer.broken = "update_weights"
+    await handover.to_training()
+    handover.rollout.broken = "check_engines"
+    with pytest.raises(OSError, match="check_engines failed") as caught:
+        await handover.to_rollout()
+    assert str(caught.value.__context__) == "update_weights failed"
 
 
 async def test_saving_and_evaluation_at_the_wrong_time():

@@ -22,16 +22,17 @@ async def all_live():
 
 
 class Engines:
-    """A pool of real clients for the servers at `urls`; `dead` is what a look at the engines finds."""
+    """A pool of real clients for the servers at `urls`; `out` is what a look at the engines finds, and `silent` which
+    stand still."""
 
     def __init__(self, config, tokenizer, *urls, limit=512, request_timeout=20.0):
         self.config = config
         self.clients = [SGLangClient(url, request_timeout=request_timeout) for url in urls]
-        self.dead = {}
-        self.pool = EnginePool(config, self.clients, limit, tokenizer, self.check)
+        self.out, self.silent = {}, {}
+        self.pool = EnginePool(config, self.clients, limit, tokenizer, self.check, standing_still=lambda: self.silent)
 
     async def check(self):
-        return dict(self.dead)
+        return dict(self.out)
 
     async def __aenter__(self):
         return self

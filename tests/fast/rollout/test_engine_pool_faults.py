@@ -35,6 +35,8 @@ def tokenizer(tiny_checkpoint):
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(engine_pool, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(engine_pool, "END_SECONDS", 0.3)
+    monkeypatch.setattr(engine_pool, "END_POLL_SECONDS", 0.02)
 
 
 # On a server that misbehaves
@@ -168,7 +170,7 @@ async def test_a_dead_engine_leaves_and_its_requests_go_to_the_others(engine_con
             engines = Engines(engine_config, tokenizer, dying.url, well.url)
             work = asyncio.create_task(engines.complete(*(make_group(2, group_index=g) for g in range(10))))
             await dying.arrived.wait()
-            engines.dead = {engines.clients[0]: RuntimeError("exit code -9")}
+            engines.out = {engines.clients[0]: RuntimeError("exit code -9")}
         async with engines:
             samples = await work
             assert [sample.response for sample in samples] == ["AB"] * 20
@@ -190,13 +192,58 @@ async def test_an_engine_that_dies_without_a_word(engine_config, tokenizer, monk
         async with Engines(engine_config, tokenizer, dying.url, well.url) as engines:
             work = asyncio.create_task(engines.complete(make_group(2)))
             await dying.arrived.wait()
-            engines.dead = {engines.clients[0]: RuntimeError("node lost")}
+            engines.out = {engines.clients[0]: RuntimeError("node lost")}
             assert [sample.response for sample in await asyncio.wait_for(work, 5)] == ["AB"] * 2
+
+
+async def test_an_engine_that_is_out_for_a_while_is_taken_back(engine_config, tokenizer, monkeypatch, caplog):
+    """It stands still with a request, which another gets; later it has its share again."""
+    monkeypatch.setattr(engine_pool, "WATCH_SECONDS", 0.05)
+    async with MisbehavingServer(hangs, good) as hung, MisbehavingServer(good) as well:
+        async with Engines(engine_config, tokenizer, hung.url, well.url) as engines:
+            work = asyncio.create_task(engines.complete(make_group(2)))
+            await hung.arrived.wait()
+            engines.out = {engines.clients[0]: RuntimeError("it has not answered for 30 s")}
+            assert [sample.response for sample in await asyncio.wait_for(work, 5)] == ["AB"] * 2
+            await engines.pool.hold()
+            assert (hung.aborts, well.aborts) == (0, 1)
+            engines.pool.release()
+            engines.out = {}
+            await engines.pool._check()
+            await engines.complete(*(make_group(2, group_index=g) for g in range(10)))
+            assert (len(hung.seen), len(well.seen)) == (1 + 5, 1 + 5)
+            assert engines.pool._slots._load == dict.fromkeys(engines.clients, 0)
+    said = [record.message for record in caplog.records]
+    assert said[0] == f"{hung.url} gets no more requests: it has not answered for 30 s"
+    assert said[1:] == [f"{hung.url} gets requests again"]
+
+
+async def test_a_look_at_the_engines_that_takes_long_delays_nobody(engine_config, tokenizer, monkeypatch):
+    monkeypatch.setattr(engine_pool, "WATCH_SECONDS", 0.05)
+    async with MisbehavingServer(slow) as server, Engines(engine_config, tokenizer, server.url) as engines:
+        engines.pool._check_engines = lambda: asyncio.sleep(600)
+        samples = await asyncio.wait_for(engines.complete(make_group(2)), 5)
+        assert [sample.response for sample in samples] == ["AB"] * 2
+        engines.pool._checking.cancel()
+
+
+async def test_the_end_of_a_server_is_waited_for_before_its_last_request_counts_as_failed(engine_config, tokenizer):
+    config = engine_config.model_copy(update={"rollout_request_retries": 0})
+    async with MisbehavingServer(reset) as server, Engines(config, tokenizer, server.url) as engines:
+        looks = []
+
+        async def check():
+            looks.append(1)
+            return {engines.clients[0]: RuntimeError("Last lines of engine_0.log")} if len(looks) > 2 else {}
+
+        engines.pool._check_engines = check
+        with pytest.raises(EnginesLost, match="Last lines of engine_0.log"):
+            await engines.complete(make_group(2))
 
 
 async def test_no_engine_left(engine_config, tokenizer, unused_tcp_port):
     async with Engines(engine_config, tokenizer, f"http://127.0.0.1:{unused_tcp_port}", limit=2) as engines:
-        engines.dead = {engines.clients[0]: RuntimeError("log tail")}
+        engines.out = {engines.clients[0]: RuntimeError("log tail")}
         work = [engines.complete(make_group(2, group_index=g)) for g in range(3)]
         errors = await asyncio.gather(*work, return_exceptions=True)
         assert [type(error) for error in errors] == [EnginesLost] * 3
@@ -285,8 +332,13 @@ async def test_hold_is_bounded(engine_config, tokenizer, monkeypatch):
     async with MisbehavingServer(hangs) as server, Engines(engine_config, tokenizer, server.url) as engines:
         work = asyncio.create_task(engines.complete(make_group(2)))
         await server.arrived.wait()
-        with pytest.raises(RuntimeError, match=f"2 samples are still in flight 0.3 s after the engines {server.url}"):
+        engines.silent = {engines.clients[0]: "has not answered its health check for 90 s"}
+        with pytest.raises(RuntimeError) as caught:
             await engines.pool.hold()
+        assert str(caught.value) == (
+            f"2 samples are still in flight 0.3 s after all requests were to be aborted: 2 at {server.url}; "
+            f"{server.url} has not answered its health check for 90 s"
+        )
         assert server.aborts > 1
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)

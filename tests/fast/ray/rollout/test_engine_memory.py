@@ -57,9 +57,11 @@ class StrictEngine:
         return self.running
 
     async def model_info(self):
+        await self._called("model")
         return {"weight_version": self.version}
 
     async def server_info(self):
+        await self._called("info")
         usage = {"weight": SIZES["weights"], "kvcache": SIZES["kv_cache"], "graph": SIZES["cuda_graph"]}
         return {"tp_size": 2, "internal_states": [{"memory_usage": usage}]}
 
@@ -124,8 +126,10 @@ async def test_every_call_in_every_state(away, asked):
 async def test_a_lost_call_breaks_its_regions_and_is_remembered(verb, status):
     engine, memory = await in_state(set() if verb == "release" else {"kv_cache", "weights"})
     engine.fail[verb] = [answer(status)]
-    with pytest.raises(ResidencyError, match="engine 0: whether kv_cache, weights moved from .* is unknown: .*busy"):
+    with pytest.raises(ResidencyError, match="engine 0: whether kv_cache, weights moved from .*busy") as caught:
         await getattr(memory, verb)({"kv_cache", "weights"})
+    room = ". 68.72 GB were to come back, and SGLang ends where there is no room: if its log says so, lower "
+    assert (room + "--sglang-mem-fraction-static" in str(caught.value)) == (verb == "resume")
     seen = list(engine.calls)
     for call in (memory.release, memory.resume):
         for tag in ("kv_cache", "weights"):
@@ -206,8 +210,18 @@ async def test_a_dead_engine_is_what_the_error_says():
 
     engine = StrictEngine()
     engine.fail["release"] = [answer(None)]
+    memory = rollout_memory([engine], check=check)
     with pytest.raises(RuntimeError, match="pid 7"):
-        await rollout_memory([engine], check=check).offload(["weights"])
+        await memory.offload(["weights"])
+    engine.fail["info"] = [answer(None)]
+    with pytest.raises(RuntimeError, match="pid 7"):
+        await memory.measure()
+    memory = rollout_memory([engine], check=check)
+    await memory.offload(["weights"])
+    await memory.onload(["weights"])
+    engine.fail["model"] = [answer(None)]
+    with pytest.raises(RuntimeError, match="pid 7"):
+        await generate(memory)
 
 
 async def test_no_memory_moves_under_a_rollout(monkeypatch):
