@@ -288,6 +288,8 @@ def test_generate_evaluate_and_death_of_the_server(engine_flags, local_ray, tiny
     with pytest.raises(Exception, match=r"the server \(pid \d+\) (.|\n)*Last lines of .*engine_0.log"):
         ray.get(request, timeout=60)
     assert time.monotonic() - start < 15
+    with pytest.raises(Exception, match=rf"engine 0 \({url}\): the server \(pid (.|\n)*Last lines of .*engine_0.log"):
+        ray.get(manager.check_engines.remote())
     ray.get(manager.dispose.remote())
     ray.get(manager.dispose.remote())
     assert not [pid for pid in members if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
