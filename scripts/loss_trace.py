@@ -72,9 +72,11 @@ def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
     return TrainBatch.from_samples(samples, rewards)
 
 
-def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int) -> TrainShard:
-    """One data-parallel rank's share of the made-up rollout."""
+def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int, masked: bool = False) -> TrainShard:
+    """One data-parallel rank's share of the made-up rollout; `masked`: with every response token masked."""
     batch = made_up_rollout(vocab_size)
+    if masked:
+        batch = batch.with_columns(loss_masks=batch["loss_masks"] * 0)
     return shard(batch, plan_for(config, batch), dp_rank)
 
 

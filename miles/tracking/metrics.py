@@ -72,7 +72,7 @@ METRICS = {
     "train/opsm_clipfrac": "share of trained tokens in sequences that --use-opsm leaves out",
     "train/value_loss": "critic: clipped squared distance of values and returns",
     "train/value_clipfrac": "critic: share of trained tokens at which --value-clip decided the loss",
-    "train/skipped_steps": "optimizer steps of the rollout skipped because their gradient norm was not finite",
+    "train/skipped_steps": "optimizer steps skipped: no token of theirs counted, or the gradient norm was not finite",
     "train/grad_norm": "norm of the gradient before clipping",
     "train/lr-pg_{group}": "learning rate of an optimizer parameter group",
     "perf/step_time": "seconds of the whole step",

@@ -38,9 +38,15 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepShard:
-    """One optimizer step on one rank: the rows of each micro-batch, in the rank's own batch."""
+    """One optimizer step on one rank.
+
+    Args:
+        micro_batches: the rows of each, in the rank's own batch.
+        weighs: whether any token of the whole step, on whichever rank, has a weight in its loss.
+    """
 
     micro_batches: list[list[int]]
+    weighs: bool
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,8 @@ def shard(batch: TrainBatch, plan: list[StepPlan], dp_rank: int) -> TrainShard:
         parts = step.micro_batches[dp_rank]
         missing = step.num_micro_batches - len(parts)
         ends = np.cumsum([len(rows), *map(len, parts), *[1] * missing]).tolist()
-        steps.append(StepShard([list(range(start, end)) for start, end in zip(ends, ends[1:], strict=False)]))
+        micro_batches = [list(range(start, end)) for start, end in zip(ends, ends[1:], strict=False)]
+        steps.append(StepShard(micro_batches, weighs=bool(step.token_weights.any())))
         for part in parts:
             rows.extend(part)
         fillers.extend(range(len(rows), len(rows) + missing))

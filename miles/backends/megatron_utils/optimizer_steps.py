@@ -1,7 +1,7 @@
-"""One optimizer step, which changes nothing where the gradient is not finite.
+"""One optimizer step, which changes nothing where the gradient is not finite or no token has a weight in the loss.
 
 Megatron's own `step()` clips with the norm and then updates, whatever the norm is: one gradient of NaN makes every
-weight NaN. This one looks at the norm in between.
+weight NaN, and one of zeros moves them by Adam's momentum and weight decay. This one looks at both in between.
 """
 
 import logging
@@ -18,20 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedSteps:
-    """Takes a run's optimizer steps and skips those whose gradient norm is not finite.
+    """Takes a run's optimizer steps and skips those that teach nothing: no token weighs, or the norm is not finite.
 
     A skipped step leaves weights, moments, step counters and the learning-rate schedule as they are. The norm is that
-    of the whole model's gradient, the same on all ranks, so that all take or skip a step together.
+    of the whole model's gradient, and whether a token weighs is the step's plan's to say: both are the same on all
+    ranks, so that all take or skip a step together.
 
-    bound: steps in a row that may be skipped.
+    bound: steps in a row that may be skipped for their norm.
     """
 
     def __init__(self, bound: int):
         self.bound = bound
         self.in_a_row = 0
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
+    def __call__(self, state: TrainState, weighs: bool) -> dict[str, float]:
         """One step with the gradients in the model's buffers, which are reduced over all ranks.
+
+        weighs: whether any token of the step has a weight in its loss. Without one, experts' balancing losses are all
+        that is left of the gradient, and move nothing by themselves.
 
         Returns the metrics of the step: norm before clipping, learning rate, and whether it was skipped (1 or 0).
 
@@ -39,10 +43,17 @@ class GuardedSteps:
             FloatingPointError: more than `bound` steps in a row had no finite norm; the weights are those before them.
         """
         learning_rate = state.optimizer.param_groups[0]["lr"]
-        norm = _update_if_finite(state.optimizer)
-        if math.isfinite(norm):
+        norm = _clip_and_update(state.optimizer, weighs)
+        taken = weighs and math.isfinite(norm)
+        if taken:
             self.in_a_row = 0
             state.scheduler.step(increment=1)
+        elif not weighs:
+            logger.warning(
+                "no token counts in the loss (all are masked, or all rewards abstained) after %d optimizer steps: the "
+                "step is skipped",
+                state.scheduler.num_steps,
+            )
         else:
             self.in_a_row += 1
             what = f"the gradient norm is {norm} after {state.scheduler.num_steps} optimizer steps"
@@ -55,18 +66,18 @@ class GuardedSteps:
         return {
             "train/grad_norm": norm,
             "train/lr-pg_0": float(learning_rate),
-            "train/skipped_steps": float(self.in_a_row > 0),
+            "train/skipped_steps": float(not taken),
         }
 
 
 @torch.no_grad()
-def _update_if_finite(optimizer: MegatronOptimizer) -> float:
-    """Clip and update as `optimizer.step()` does, unless the norm, which is returned, is not finite."""
+def _clip_and_update(optimizer: MegatronOptimizer, weighs: bool) -> float:
+    """Clip and update as `optimizer.step()` does, but only if `weighs` and the norm, which is returned, is finite."""
     with cpu_support.cuda_type_names():
         overflowed = optimizer.prepare_grads()
         assert not overflowed, "only fp16 has a loss scale that can overflow"
         norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(norm):
+        if not (weighs and math.isfinite(norm)):
             return norm
         for part in megatron_optimizers(optimizer):
             parameters = part.get_parameters()

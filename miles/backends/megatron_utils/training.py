@@ -24,7 +24,7 @@ from miles.config import RunConfig
 from miles.training.packing import PackedBatch, pack
 from miles.training.policy import make_loss
 from miles.training.sample_sums import sum_over
-from miles.training.schedule import TrainShard
+from miles.training.schedule import StepShard, TrainShard
 
 # GPTModel's `output_processor`: a tuple of scores [N] of a micro-batch's response tokens.
 Score = Callable[..., tuple[torch.Tensor, ...]]
@@ -157,7 +157,7 @@ class ShardTrainer:
         Raises:
             FloatingPointError: the gradient norm was not finite, more often in a row than --max-nonfinite-steps.
         """
-        metrics = [self._step(state, shard, step.micro_batches, columns) for step in shard.steps]
+        metrics = [self._step(state, shard, step, columns) for step in shard.steps]
         if self.config.overlap_param_gather:
             # What reads weights next need not be a forward pass, which would wait for them.
             for chunk in state.chunks:
@@ -165,15 +165,15 @@ class ShardTrainer:
         return metrics
 
     def _step(
-        self, state: TrainState, shard: TrainShard, micro_batch_rows: list[list[int]], columns: dict[str, torch.Tensor]
+        self, state: TrainState, shard: TrainShard, step: StepShard, columns: dict[str, torch.Tensor]
     ) -> dict[str, float]:
-        micro_batches = [self._pack(shard, rows, columns) for rows in micro_batch_rows]
+        micro_batches = [self._pack(shard, rows, columns) for rows in step.micro_batches]
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         self._scale_router_losses(state, micro_batches)
         collected = run_micro_batches(state.chunks, micro_batches, self.scoring, self._loss, False, self.score)
-        metrics = self.optimizer_step(state)
+        metrics = self.optimizer_step(state, step.weighs)
         if not collected:
             return {}
         return metrics | step_metrics.of_step(

@@ -61,6 +61,18 @@ def test_a_rank_without_enough_rows_gets_masked_copies_of_the_shortest():
     assert batch.mask_sums.tolist() == [4, 3, 2, 6, 5]  # the rollout's own masks are untouched
 
 
+@pytest.mark.parametrize("loss", [{}, {"per_token_loss": True}, {"constant_length": 8}])
+def test_a_step_weighs_if_any_token_of_any_rank_counts(loss):
+    batch = make_batch([3] * 12)
+    masks = batch["loss_masks"].copy()
+    masks[8:16] = 0  # of four samples, which are the second step
+    masks[16:23] = 0  # all but the last token of the third
+    batch = batch.with_columns(loss_masks=masks)
+    steps = plan(batch, global_batch_size=4, dp_size=2, **loss)
+    for rank in range(2):
+        assert [step.weighs for step in shard(batch, steps, rank).steps] == [True, False, True]
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_token_micro_batches_are_within_the_limit_and_balanced(dp_size, seed):

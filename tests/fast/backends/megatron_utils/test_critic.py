@@ -64,7 +64,7 @@ def leave_world(wait=True):
 
 
 def built(rank, ranks, checkpoint, folder, flags, port):
-    """A critic and its shard of the made-up rollout."""
+    """A critic, its shard of the made-up rollout, and one with every token masked."""
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.critic import MegatronCriticRayActor
@@ -75,8 +75,8 @@ def built(rank, ranks, checkpoint, folder, flags, port):
     config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*PPO, *flags], folder)
     critic = MegatronCriticRayActor(critic_config(config), rank, ranks)
     critic.init(f"127.0.0.1:{port}")
-    shard = tracing.made_up_shard(config, critic.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    return critic, shard
+    of_rollout = (config, critic.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    return critic, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
 
 
 def trained(critic, shard, rollouts=range(ROLLOUTS)):
@@ -115,7 +115,7 @@ def learn_alone(checkpoint, folder, port):
     """One process: what the others are compared with; its gradients as a Hugging Face checkpoint, to be cut anew."""
     from miles.weight_sync.export import save_hf
 
-    critic, shard = built(0, 1, checkpoint, folder / "scratch", (), port)
+    critic, shard, _ = built(0, 1, checkpoint, folder / "scratch", (), port)
     language_model = fresh_model(critic)
     critic.chunks, own = language_model, critic.chunks
     critic._load_hf_weights(checkpoint)
@@ -203,7 +203,7 @@ def layouts(rank, folder, checkpoints, ports):
             port = next(ports)
             if model == 1 and name not in ("PP 2", "TP 2, SP"):  # the output layer makes no difference elsewhere
                 continue
-            critic, shard = built(rank, 2, checkpoint, folder / f"rank {rank}", flags, port)
+            critic, shard, _ = built(rank, 2, checkpoint, folder / f"rank {rank}", flags, port)
             alone = torch.load(reference / "alone.pt")
             lines, values = trained(critic, shard)
             assert bool(lines[0]) == (rank == (1 if name == "PP 2" else 0)), f"{name}: one rank reports"
@@ -218,7 +218,7 @@ def checkpoints(rank, folder, checkpoint, ports):
     def saved(name, rank, ranks, flags, port):
         """Trains two rollouts, with a checkpoint after the first; returns what the second was like."""
         flags = (*flags, "--save", str(folder / name))
-        critic, shard = built(rank, ranks, checkpoint, folder / f"{name}, rank {rank}", flags, port)
+        critic, shard, _ = built(rank, ranks, checkpoint, folder / f"{name}, rank {rank}", flags, port)
         trained(critic, shard, range(1))
         critic.save(0)
         second = trained(critic, shard, range(1))
@@ -229,8 +229,11 @@ def checkpoints(rank, folder, checkpoint, ports):
 
     def resumed(source, port):
         flags = ("--critic-load", str(folder / f"{source}_critic"))
-        critic, shard = built(0, 1, checkpoint, folder / f"resumed {source}", flags, port)
+        critic, shard, masked = built(0, 1, checkpoint, folder / f"resumed {source}", flags, port)
         assert first_rollout(critic.config) == 1
+        # It leaves nothing behind: the caller compares what comes after it.
+        ((skipped,), _) = trained(critic, masked, range(1))
+        assert skipped["critic-train/skipped_steps"] == 2 and skipped["critic-train/step"] == 2
         second = trained(critic, shard, range(1))
         leave_world()
         return second

@@ -1,4 +1,7 @@
-"""Steps whose gradient is not finite change nothing, on any rank; reset moments are those of a new optimizer."""
+"""Steps that teach nothing change nothing, on any rank; reset moments are those of a new optimizer.
+
+A step teaches nothing if its gradient is not finite, or if none of its tokens counts.
+"""
 
 import hashlib
 import importlib.util
@@ -90,17 +93,24 @@ def test_skipped_steps(run_ranks, tiny_checkpoint, experts_checkpoint, tmp_path,
         results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{name}, rank ?.json"))]
         assert len(results) == ranks
         for result in results:
-            start, trained, spoiled, continued, spoiled_again, stopped = result["digests"]
-            assert len({start, trained, continued}) == 3, name
+            start, masked_first, trained, spoiled, continued, masked, equal, spoiled_again, masked_again, stopped = (
+                result["digests"]
+            )
+            assert start == masked_first, f"{name}: a skipped step left traces"
+            assert len({start, trained, continued, equal}) == 4, name
             assert spoiled == trained, f"{name}: a skipped step left traces"
-            assert spoiled_again == stopped == continued, f"{name}: a skipped step left traces"
-            assert result["scheduler"] == [2, 2, 4, 4, 4], name
+            assert masked == continued, f"{name}: a skipped step left traces"
+            assert spoiled_again == masked_again == stopped == equal, f"{name}: a skipped step left traces"
+            assert result["scheduler"] == [0, 2, 2, 4, 4, 6, 6, 6, 6], name
             # Two in the rollout before it, a third that is allowed, and the one too many.
             assert "4 times in a row (--max-nonfinite-steps 3)" in result["error"], name
         (metrics,) = [result["metrics"] for result in results if result["metrics"][0]]
-        assert [rollout["train/skipped_steps"] for rollout in metrics] == [0, 2, 0, 2], name
-        assert not math.isfinite(metrics[1]["train/grad_norm"]), name
-        assert all(math.isfinite(value) for rollout in (metrics[0], metrics[2]) for value in rollout.values()), name
+        assert [rollout["train/skipped_steps"] for rollout in metrics] == [2, 0, 2, 0, 2, 0, 2, 2], name
+        not_finite = [any(not math.isfinite(value) for value in rollout.values()) for rollout in metrics]
+        assert not_finite == [False, False, True, False, False, False, True, False], name
+        assert not math.isfinite(metrics[2]["train/grad_norm"]), name
+        # Advantages of zero are no gradient, but the tokens count: Adam's momentum goes on.
+        assert metrics[5]["train/grad_norm"] == 0 or name.startswith("EP"), name
 
 
 def test_reset_optimizer_states(run_ranks, tiny_checkpoint, tmp_path):
@@ -148,10 +158,11 @@ def build(tracing, config, rank, ranks, port):
     parallel_state.destroy_model_parallel()
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    return actor, tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    of_rollout = (config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    return actor, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
 
 
-def moments(actor, shard, name):
+def moments(actor, shard, _, name):
     """Metrics of two rollouts and what is left after them."""
     from miles.backends.megatron_utils.torch_adam import inner_optimizers
 
@@ -173,8 +184,8 @@ def moments(actor, shard, name):
     return metrics, digest([parameter.detach() for parameter in actor.chunks[0].parameters()])
 
 
-def skipped(actor, shard, cause, fails):
-    """Metrics, schedule and digests of all state: at the start, trained, spoiled, trained, spoiled, spoiled again."""
+def skipped(actor, shard, masked, cause, fails):
+    """Metrics, schedule and digests of all state, at the start and after each rollout."""
     from miles.training.schedule import TrainShard
 
     step, spoiling = actor.trainer.optimizer_step, False
@@ -182,21 +193,22 @@ def skipped(actor, shard, cause, fails):
     if cause != "gradients" and fails:
         rewards = np.full(len(shard.batch), cause)
         bad = TrainShard(shard.batch.with_columns(rewards=rewards), shard.steps)
+    equal = TrainShard(shard.batch.with_columns(rewards=np.zeros(len(shard.batch))), shard.steps)
 
-    def spoiled_step(state):
+    def spoiled_step(state, weighs):
         if spoiling and cause == "gradients" and fails:
             named = [item for model in state.models for item in model.named_parameters()]
             experts = [parameter for name, parameter in named if ".experts." in name]
             for parameter in experts or [parameter for _, parameter in named]:
                 parameter.main_grad.fill_(math.nan)
-        return step(state)
+        return step(state, weighs)
 
     actor.trainer.optimizer_step = spoiled_step
     result = {"metrics": [], "scheduler": [], "digests": [everything(actor)], "error": None}
-    for rollout_id, is_bad in enumerate([False, True, False, True, True]):
-        spoiling = is_bad
+    for rollout_id, trained_on in enumerate([masked, shard, bad, shard, masked, equal, bad, masked, bad]):
+        spoiling = rollout_id in (2, 6, 8)
         try:
-            result["metrics"].append(actor.train(rollout_id, bad if is_bad else shard))
+            result["metrics"].append(actor.train(rollout_id, trained_on))
         except FloatingPointError as error:
             result["error"] = str(error)
         result["scheduler"].append(actor.state.scheduler.num_steps)
