@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from miles.backends.megatron_utils.model import TrainState
-from miles.backends.megatron_utils.torch_adam import megatron_optimizers
+from miles.backends.megatron_utils.torch_adam import fill_states, megatron_optimizers
 from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
 from miles.utils.errors import UserError
 
@@ -59,6 +59,10 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
     for name, model in _named_models(state).items():
         model.load_state_dict(loaded[name], strict=True)
     if with_optimizer:
+        for inner in _torch_states(loaded["optimizer"]):
+            if "state" in inner:
+                # A plain optimizer's count of steps, which Megatron leaves out while it is 0.
+                inner["state"].setdefault("common_step", torch.tensor(0.0))
         state.optimizer.load_state_dict(loaded["optimizer"])
         state.scheduler.load_state_dict(loaded["scheduler"])
     else:
@@ -102,8 +106,8 @@ def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
             f"{folder} holds no optimizer state (it was saved with --no-save-optim): pass --no-load-optim to continue "
             "with a fresh optimizer"
         )
-    # Several are numbered: that of the experts, where they are shared out, is one of its own.
-    parts = sum(isinstance(key, int) for key in saved["optimizer"]) or 1
+    # That of the experts, where they are shared out, is one of its own.
+    parts = len(_torch_states(saved["optimizer"]))
     if parts != len(megatron_optimizers(state.optimizer)):
         before, now = ("above 1", "1") if parts > 1 else ("1", "above 1")
         raise UserError(
@@ -113,11 +117,20 @@ def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:
         )
 
 
+def _torch_states(optimizer: dict) -> list[dict]:
+    """The state of each torch optimizer in a checkpoint's: `param_groups`, and `state` of a plain one."""
+    # Several are numbered.
+    parts = [part for key, part in optimizer.items() if isinstance(key, int)] or [optimizer]
+    return [part.get("optimizer", part) for part in parts]
+
+
 def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) -> dict:
     metadata = dict(_METADATA)  # a copy: Megatron adds this world's process group to it
     result = {name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(state).items()}
     if with_optimizer:
         models = dict(result)
+        if not is_loading:
+            fill_states(state.optimizer)  # what a checkpoint lacks, because no step was taken yet, could not be loaded
         result["optimizer"] = state.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         result["scheduler"] = state.scheduler.state_dict()
     return result

@@ -46,6 +46,13 @@ def fill_state(optimizer: torch.optim.Optimizer, moment: str) -> None:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
+def fill_states(optimizer: MegatronOptimizer) -> None:
+    """Make the zeros with which Adam would begin its first step, where there are none yet."""
+    for inner in inner_optimizers(optimizer):
+        for moment in ("exp_avg", "exp_avg_sq"):
+            fill_state(inner, moment)
+
+
 @torch.no_grad()
 def reset_states(optimizer: MegatronOptimizer) -> None:
     """Zero moments and step counters in place: the next step is that of a freshly built optimizer."""

@@ -17,20 +17,23 @@ TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 # A schedule that moves, so that its position matters.
 SCHEDULE = ("--lr-warmup-iters", "3", "--lr-decay-style", "linear")
+PLAIN = ("--no-use-distributed-optimizer",)
 SAVED_AFTER, ROLLOUTS = 0, 3  # of two optimizer steps each
+UNTRAINED = 7  # the number of a checkpoint that is saved before the first step
 
 # name -> (ranks, flags); each is trained to the end and saves after rollouts 0 and 1.
 STRAIGHT = {
     "alone": (1, ()),
     "alone, no optimizer saved": (1, ("--no-save-optim",)),
-    "alone, plain optimizer": (1, ("--no-use-distributed-optimizer",)),
+    "alone, plain optimizer": (1, PLAIN),
     "DP 2": (2, ()),
     "TP 2": (2, TP2),
 }
 # name -> (the run whose checkpoints it loads, ranks, flags); in new processes, trained to the end.
 RESUMED = {
     "alone": ("alone", 1, ()),
-    "alone, plain optimizer": ("alone, plain optimizer", 1, ("--no-use-distributed-optimizer",)),
+    "alone, plain optimizer": ("alone, plain optimizer", 1, PLAIN),
+    "untrained": ("alone, plain optimizer", 1, (*PLAIN, "--ckpt-step", str(UNTRAINED), "--start-rollout-id", "0")),
     "chosen step": ("alone", 1, ("--ckpt-step", "1")),
     "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
     "no optimizer saved": ("alone, no optimizer saved", 1, ()),
@@ -85,6 +88,9 @@ def test_save_and_load(results):
     chosen = results("resumed", "chosen step")
     assert (chosen["start"], chosen["weights"]) == (2, straight["weights"][2:])
     assert chosen["metrics"] == straight["metrics"][2:]
+
+    # Saved before the first step, when a plain optimizer has no moments yet: all of the run.
+    assert results("resumed", "untrained") == results("straight", "alone, plain optimizer")
 
     # Another layout: to rounding.
     for name in ("TP 2 to alone", "DP 2 to alone", "TP 2 to PP 2", "alone to DP 2"):
@@ -147,6 +153,8 @@ def run(tracing, config, rank, ranks, port):
         mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         result["start"] = first_rollout(actor.config)
         result["weights"].append(digest(actor.chunks))
+        if config.save is not None and not config.use_distributed_optimizer:
+            actor.save(UNTRAINED)
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
