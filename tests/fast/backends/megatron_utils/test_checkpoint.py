@@ -155,6 +155,8 @@ def run(tracing, config, rank, ranks, port):
         result["weights"].append(digest(actor.chunks))
         if config.save is not None and not config.use_distributed_optimizer:
             actor.save(UNTRAINED)
+            if rank == 0:
+                finish_checkpoint(config.save, UNTRAINED)
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
