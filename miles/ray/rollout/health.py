@@ -9,6 +9,9 @@ from miles.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
+# The loop may have been busy elsewhere all the while: what has come meanwhile is read first.
+READ_SECONDS = 1.0
+
 
 class Health:
     """Asks each engine for its state, every --rollout-health-check-interval seconds, one question at a time.
@@ -62,7 +65,9 @@ class Health:
         asked = asyncio.get_running_loop().time()
         question = asyncio.create_task(client.server_info())
         try:
-            if not (await asyncio.wait({question}, timeout=self._timeout))[0] and client not in self._silent_since:
+            for seconds in (self._timeout, READ_SECONDS):
+                await asyncio.wait({question}, timeout=seconds)
+            if not question.done() and client not in self._silent_since:
                 self._silent_since[client] = asked
                 logger.error("%s %s", self._engines[client], self.standing_still()[client])
             await question

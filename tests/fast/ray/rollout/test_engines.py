@@ -1,12 +1,14 @@
 """Which servers get requests, and which weights the others have. Real servers: test_rollout_manager.py."""
 
 import asyncio
+import logging
 import time
 
 import pytest
 from ray.exceptions import RayActorError
 
 import miles.ray.rollout.engines as engines_module
+import miles.ray.rollout.health as health_module
 from miles.backends.sglang_utils.client import SGLangError
 from miles.ray.rollout.engines import Engines, ServersEnded
 
@@ -56,6 +58,7 @@ async def make_engines(engine_config, monkeypatch):
     monkeypatch.setattr(engines_module, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(engines_module, "END_SECONDS", 0.3)
     monkeypatch.setattr(engines_module, "END_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(health_module, "READ_SECONDS", 0.1)
     times = {"rollout_health_check_interval": 0.01, "rollout_health_check_timeout": 0.1}
     made = []
 
@@ -120,12 +123,26 @@ async def test_one_that_stands_still_is_named_gets_nothing_and_comes_back(make_e
     hung.hangs.clear()
     await eventually(lambda: caplog.records)
     said = "has not answered its health check for 0 s (--rollout-health-check-timeout 0.1)"
-    assert [r.message for r in caplog.records] == [f"engine 1 (http://e1) {said}"]
-    assert await urls_out(engines) == {"http://e1": f"it {said}"}
+    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.ERROR, f"engine 1 (http://e1) {said}")]
+    assert list(await urls_out(engines)) == ["http://e1"]
     hung.hangs.set()
     await eventually(lambda: len(caplog.records) > 1)
     assert "engine 1 (http://e1) answers again, after" in caplog.records[1].message
     assert await urls_out(engines) == {}
+
+
+async def test_a_busy_loop_is_not_taken_for_a_server_that_stands_still(make_engines, caplog, monkeypatch):
+    """Here, where batches are made: answers wait to be read meanwhile."""
+    monkeypatch.setattr(health_module, "READ_SECONDS", 10.0)
+    engines = await make_engines(Part("http://e0"))
+    for client in engines.clients:
+        client.hangs.clear()
+    await asyncio.sleep(0.05)
+    time.sleep(0.3)
+    for client in engines.clients:
+        asyncio.get_running_loop().call_later(0.02, client.hangs.set)
+    await asyncio.sleep(0.2)
+    assert not caplog.records
 
 
 async def test_the_last_one_is_not_given_up_for_standing_still(make_engines):
