@@ -46,7 +46,7 @@ class Engines:
         self._router = router
         self._router_client: RouterClient | None = None
         self._health = Health(config, {})
-        # By the number of a server's actor: the question that it has not answered yet.
+        # By the number of a server's actor: the last question to it, which it may still have to answer.
         self._checks: dict[int, asyncio.Future[None]] = {}
         self._out: set[SGLangClient] = set()
         self._version: str | None = None
@@ -91,25 +91,25 @@ class Engines:
         and has not the weights that the others have. One engine that is slow to answer delays this by three seconds.
         """
         out, still = await self._ended(), self._health.standing_still()
-        in_order = [client for client in self.clients if client not in out and client not in still]
-        if in_order:
+        answering = [client for client in self.clients if client not in out and client not in still]
+        if back := [client for client in answering if client in self._out]:
+            out |= await self._with_other_weights(back, [client for client in answering if client not in back])
+        if any(client not in out for client in answering):
             out |= {client: RuntimeError(f"it {what}") for client, what in still.items() if client not in out}
-        back = [client for client in self.clients if client in self._out and client not in out]
-        if back:
-            out |= await self._with_other_weights(back, [client for client in in_order if client not in back])
         self._out = set(out)
         return out
 
     async def _ended(self) -> dict[SGLangClient, BaseException]:
         """The clients of the servers that have ended, as far as it is known within three seconds."""
         for number, part in enumerate(self._parts()):
-            if number not in self._checks:
+            if number not in self._checks or self._checks[number].done():
                 self._checks[number] = asyncio.ensure_future(part.check.remote())
-        if self._checks:
-            await asyncio.wait(self._checks.values(), timeout=ANSWER_SECONDS)
+        checks = list(self._checks.values())
+        if checks:
+            await asyncio.wait(checks, timeout=ANSWER_SECONDS)
         ended = {}
-        for number, client in enumerate(self._names()):
-            if self._checks[number].done() and (error := self._checks.pop(number).exception()) is not None:
+        for client, check in zip(self._names(), checks, strict=True):
+            if check.done() and (error := check.exception()) is not None:
                 ended[client] = error.cause if isinstance(error, RayTaskError) else error
         return ended
 

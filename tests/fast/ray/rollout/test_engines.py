@@ -90,11 +90,11 @@ async def eventually(condition):
 
 async def test_the_dead_are_named_with_what_is_known_of_them(engines):
     assert await urls_out(engines) == {"http://e1": "the server was ended by SIGKILL", "http://router": "it exited"}
-    with pytest.raises(ServersEnded) as caught:
-        await engines.check()
-    assert str(caught.value) == (
-        "engine 1 (http://e1): the server was ended by SIGKILL\nthe router (http://router): it exited"
-    )
+    # Side by side, as a failed sync and the pool ask.
+    out, error = await asyncio.gather(urls_out(engines), engines.check(), return_exceptions=True)
+    assert len(out) == 2 and isinstance(error, ServersEnded)
+    said = "engine 1 (http://e1): the server was ended by SIGKILL\nthe router (http://router): it exited"
+    assert str(error) == said
 
 
 async def test_an_end_that_is_seen_a_moment_after_the_failure_is_named_too(make_engines):
@@ -151,6 +151,10 @@ async def test_the_last_one_is_not_given_up_for_standing_still(make_engines):
     engines.clients[0].hangs.clear()
     await eventually(engines._health.standing_still)
     assert await urls_out(engines) == {"http://e1": "gone"}
+    # Nor where the other one is there again, and of no use.
+    engines._version = "4"
+    engines._engines[1].check = Call("alive")
+    assert list(await urls_out(engines)) == ["http://e1"]
 
 
 async def test_one_that_is_there_again_needs_the_weights_of_the_others(make_engines):
