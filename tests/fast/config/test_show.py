@@ -67,7 +67,7 @@ def test_problems_are_numbered_and_the_status_is_2(argv, capsys):
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "2 problems with the configuration:",
-        "1. --sead is unknown; did you mean --seed or --use-opd or --save?",
+        "1. --sead is unknown; did you mean --seed?",
         "2. --num-rollout is '-1': input should be greater than or equal to 0",
     ]
 
