@@ -51,7 +51,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
         seen.add(identity)
         try:
             _take(line, flag, values)
-        except ValueError as error:
+        except UserError as error:
             line.problems.append(str(error))
     return line
 

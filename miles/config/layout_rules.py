@@ -1,13 +1,12 @@
 """What the trainer's parallel sizes must satisfy, among themselves and with the model's config.json."""
 
 import functools
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from miles.config.layout import Layout
 from miles.config.names import flag_of
+from miles.config.paths import ModelFolder, read_config_json
 from miles.config.values import Values
 
 
@@ -89,11 +88,10 @@ def _model_rule(rule: Callable[[Values, dict[str, Any]], Iterator[str]]) -> Call
 
 
 def model_shape(folder: str) -> dict[str, Any] | None:
-    """What `folder`/config.json says of the language model; None where that is no JSON file."""
-    try:
-        shape = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """What `folder`/config.json says of the language model; None where `ModelFolder.problem` complains."""
+    if ModelFolder.problem("", folder):
         return None
+    shape = read_config_json(folder)
     return shape.get("text_config", shape)
 
 

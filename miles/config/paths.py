@@ -1,5 +1,6 @@
 """Paths that are given: made absolute where they are read, and tried before anything starts."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -27,6 +28,11 @@ def split_slice(path: str) -> tuple[Path, slice]:
             "counted from the end (-100), and there is no step"
         )
     return Path(match[1]), slice(*(int(bound) if bound else None for bound in bounds.groups()))
+
+
+def read_config_json(folder: str) -> Any:
+    """What config.json of a Hugging Face checkpoint holds."""
+    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
 
 
 def absolute(path: str) -> str:
@@ -81,7 +87,7 @@ class PromptFile(PathText):
     def problem(cls, flag: str, path: str) -> str | None:
         try:
             file, _ = split_slice(path)
-        except ValueError as error:
+        except UserError as error:
             return f"{flag} {error}"
         if file.suffix not in (".jsonl", ".parquet"):
             return (
@@ -99,6 +105,12 @@ class ModelFolder(PathText):
             return f"{flag} {path} is not a folder here; download the model first, for example with `hf download`"
         if not os.access(os.path.join(path, "config.json"), os.R_OK):
             return f"{flag} {path} has no config.json that can be read: it is not a Hugging Face checkpoint"
+        try:
+            config = read_config_json(path)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            return f"{flag} {path}/config.json is not valid JSON: {error}"
+        if not isinstance(config, dict):
+            return f"{flag} {path}/config.json holds no JSON object, but {config!r:.80}"
         return None
 
 

@@ -61,7 +61,7 @@ def check_sglang(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[
         return values, origins, problems
     try:
         known = server_arguments()
-    except FileNotFoundError as error:
+    except UserError as error:
         return values, origins, [str(error)]
     for origin, raw in layers:
         for written, value in raw.items():
@@ -79,7 +79,7 @@ def check_sglang(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[
                 origins[argument.name] = origin
                 try:
                     values[argument.name] = _convert(argument, value)
-                except ValueError as error:
+                except UserError as error:
                     problems.append(f"{where} {error}")
     return values, origins, problems
 
@@ -118,7 +118,7 @@ def server_arguments() -> dict[str, ServerArgument]:
     """Every argument of the installed SGLang server, by each of its flags' names with underscores."""
     package = importlib.util.find_spec("sglang")
     if package is None or not package.submodule_search_locations:
-        raise FileNotFoundError("--sglang-... flags are checked against the package sglang, which is not installed")
+        raise UserError("--sglang-... flags are checked against the package sglang, which is not installed")
     source = Path(package.submodule_search_locations[0]) / "srt" / "server_args.py"
     return read_server_arguments(source.read_text(encoding="utf-8"))
 

@@ -1,8 +1,6 @@
 """What a configuration must satisfy. Each rule says what was given, what is allowed and what to do."""
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
 from miles.config.data_rules import DATA_RULES
@@ -15,7 +13,7 @@ from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
 from miles.config.path_rules import PATH_RULES
-from miles.config.paths import ModelFolder, dotted_path_problem
+from miles.config.paths import dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
 from miles.config.reward_rules import REWARD_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
@@ -101,20 +99,6 @@ def _node_size(v: Values) -> Iterator[str]:
             f"--actor-num-gpus-per-node {v.actor_num_gpus_per_node} does not fit on a node of --num-gpus-per-node "
             f"{v.num_gpus_per_node}; lower the first or correct the second"
         )
-
-
-# --- model ---
-
-
-@_rule
-def _model_shape(v: Values) -> Iterator[str]:
-    if ModelFolder.problem("", v.hf_checkpoint):
-        return
-    file = Path(v.hf_checkpoint) / "config.json"
-    try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield f"{file} is not valid JSON: {error}"
 
 
 # --- data and batches ---

@@ -137,11 +137,11 @@ async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluatio
 
 
 def check_errors(counts: list[RewardCounts], bound: float) -> None:
-    """Raise RuntimeError if more than the share `bound` of all these samples failed (--max-reward-error-fraction)."""
+    """Raise UserError if more than the share `bound` of all these samples failed (--max-reward-error-fraction)."""
     errors, samples = sum(count.errors for count in counts), sum(count.samples for count in counts)
     if errors > bound * samples:
         first = next(count.first_error for count in counts if count.errors)
-        raise RuntimeError(
+        raise UserError(
             f"the reward failed for {errors} of {samples} samples; --max-reward-error-fraction allows {bound:g}. "
             f"The first: {first}"
         )

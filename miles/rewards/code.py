@@ -77,7 +77,7 @@ def judge(label: str, response: str) -> float:
     """The reward of one response; blocks. Raises as `code_reward`."""
     try:
         check_sandbox()
-    except ValueError as error:
+    except UserError as error:
         raise SandboxError(str(error)) from error
     tests, program, deadline = read_tests(label), find_program(response), time.monotonic() + WALL_S
     if tests.code is not None:
@@ -108,7 +108,7 @@ def read_tests(label: str) -> Tests:
     start = label[:80]
     try:
         given = json.loads(label)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise UserError(f"the label {start!r} of the reward code is not JSON ({error}); give {_KINDS}") from error
     keys = set(given) if isinstance(given, dict) else None
     if keys == {"tests"} and isinstance(given["tests"], str):

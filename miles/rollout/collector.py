@@ -17,6 +17,7 @@ from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress
 from miles.rollout.sample_buffer import Group, SampleBuffer, is_stale
 from miles.rollout.teacher import Teacher
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -338,7 +339,7 @@ class Collector:
         self._ledger.settle(group, outcome)
 
     def _check(self, kept: int) -> None:
-        """Raise RuntimeError if the rollout goes wrong: too many failures, or too many groups were refused."""
+        """Raise UserError if the rollout goes wrong: too many failures, or too many groups were refused."""
         config = self._config
         self._runner.check(config.samples_per_rollout)
         most = config.dynamic_sampling_max_batches * self._target
@@ -350,7 +351,7 @@ class Collector:
         drops += f", {failed} failed" if failed else ""
         ways = advice(self._drops) + ["another --dynamic-sampling-filter-path"] * bool(self._drops)
         ways += ["a larger --max-weight-staleness"] * bool(self._stale) + ["a higher bound"]
-        raise RuntimeError(
+        raise UserError(
             f"rollout {self._rollout_id} tried {self._tried} groups (--dynamic-sampling-max-batches "
             f"{config.dynamic_sampling_max_batches} x --rollout-batch-size {self._target}) and has {kept} of the "
             f"{self._target} that it needs: {self._passed} passed{drops}. Give {'; or '.join(ways)}"

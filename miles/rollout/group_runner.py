@@ -41,19 +41,19 @@ class Tally:
     def check(self, config: RunConfig, samples: int) -> None:
         """Compare with the bounds on failed generations and rewards, as shares of `samples` or of those so far.
 
-        Raises: RuntimeError above one of them, with the first error.
+        Raises: UserError above one of them, with the first error.
         """
         samples = max(samples, sum(counts.samples for counts in self.rewards) + self.failed)
         if self.failed > config.max_failed_sample_fraction * samples:
-            raise RuntimeError(
+            raise UserError(
                 f"the generation of {self.failed} of {samples} samples failed; --max-failed-sample-fraction allows "
                 f"{config.max_failed_sample_fraction:g}. The first: {self.first_failure}"
             )
         if self.reward_errors > config.max_reward_error_fraction * samples:
             try:
                 check_errors(self.rewards, config.max_reward_error_fraction)
-            except RuntimeError as error:
-                raise RuntimeError(f"{config.custom_rm_path or config.rm_type}: {error}") from None
+            except UserError as error:
+                raise UserError(f"{config.custom_rm_path or config.rm_type}: {error}") from None
 
     def metrics(self, config: RunConfig) -> dict[str, float]:
         """As `rollout/*`."""

@@ -7,7 +7,6 @@ The unbiased estimate of Chen et al. 2021 (https://arxiv.org/abs/2107.03374): wi
 from collections.abc import Sequence
 
 from miles.rollout.equal_rewards import same_reward
-from miles.utils.errors import UserError
 
 RIGHT = 1.0
 
@@ -18,7 +17,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     As a product of n - c - i + 1 over n - i + 1 it needs no large numbers.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise UserError(f"pass@{k} of {n} samples, {c} of them right: 0 <= right <= samples and 1 <= k <= samples")
+        raise ValueError(f"pass@{k} of {n} samples, {c} of them right: 0 <= right <= samples and 1 <= k <= samples")
     all_wrong = 1.0
     for i in range(k):
         all_wrong *= max(n - c - i, 0) / (n - i)

@@ -75,7 +75,7 @@ class _PromptFile:
 
     def _check_unchanged(self) -> None:
         if self._stat() != self._state:
-            raise RuntimeError(f"prompt file {self.path} was written to while the run reads it: start again")
+            raise UserError(f"prompt file {self.path} was written to while the run reads it: start again")
 
     def sha256(self) -> str:
         """Of the file's bytes."""

@@ -76,12 +76,14 @@ def save_samples(
     with _open(unfinished, "wb", compressed=path.suffix == ".gz") as file:
         file.write(_line({"format": FORMAT, "version": VERSION, **header}))
         for sample in samples:
+            record = sample.to_dict()
             try:
-                file.write(_line(sample.to_dict()))
+                line = _line(record)
             except (TypeError, ValueError) as error:
                 raise UserError(
                     f"{path}: sample {sample.index} of group {sample.group_index} cannot be written as JSON: {error}"
                 ) from error
+            file.write(line)
     os.replace(unfinished, path)
     return path
 
@@ -153,7 +155,7 @@ def _line(record: dict[str, Any]) -> bytes:
 def _header(path: Path, line: bytes) -> Header:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         record = None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"{path} is no file of samples: its first line is not the header of --save-debug-rollout-data")

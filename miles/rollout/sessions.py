@@ -6,6 +6,7 @@ on from the ids of that; anything else begins another.
 
 import asyncio
 import copy
+import json
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -111,7 +112,7 @@ class Session:
                 raise BadRequest("tools can't be used: the run has no --generate-tool-call-parser")
             try:
                 self._parser.check(request.tools)
-            except ValueError as error:
+            except UserError as error:
                 raise BadRequest(f"tools: {error}") from error
         piece, draft = self._draft(request)
         task = asyncio.current_task()
@@ -144,7 +145,7 @@ class Session:
                 context = self._chat.follow(piece.sample.tokens[-1], new, request.tools)
             except NotAnExtension:
                 pass  # the template would write the conversation anew, and so does another piece
-            except ValueError as error:
+            except UserError as error:
                 raise BadRequest(str(error)) from error
             else:
                 draft = copy.copy(piece.sample)  # what is added makes new lists
@@ -153,7 +154,7 @@ class Session:
         draft = copy.deepcopy(self._prompt)
         try:
             draft.tokens = self._chat.start(request.messages, request.tools)
-        except ValueError as error:
+        except UserError as error:
             raise BadRequest(str(error)) from error
         return None, draft
 
@@ -300,7 +301,7 @@ class SessionServer:
             return _error(404, "there is no such session, or its agent has ended", "invalid_request_error", "not_found")
         try:
             body = await request.json()
-        except ValueError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             return _error(400, f"the body is no JSON: {error}", "invalid_request_error", "invalid_request")
         try:
             return web.json_response(await session.complete(read_request(body)))

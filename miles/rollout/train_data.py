@@ -89,7 +89,7 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
     _check_trajectories(flag, rows, samples)
     try:
         return TrainBatch.from_samples(rows, rewards)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{flag} returned data that can't be trained on: {error}") from error
 
 

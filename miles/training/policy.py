@@ -37,6 +37,7 @@ from miles.training.losses import (
 )
 from miles.training.packing import PackedBatch
 from miles.training.sample_sums import AllReduce, SampleSums
+from miles.utils.errors import UserError
 
 # From the log-probability and the entropy [N] of a micro-batch's response tokens to its loss and metrics.
 LossFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, Metrics]]
@@ -289,10 +290,10 @@ def _corrections(
 
 
 def _detached(metrics: Metrics) -> Metrics:
-    """The metrics without gradient; TypeError for one, of a custom function, that is no scalar tensor."""
+    """The metrics without gradient; UserError for one, of a custom function, that is no scalar tensor."""
     for name, value in metrics.items():
         if not isinstance(value, torch.Tensor) or value.ndim:
-            raise TypeError(f"metric {name} is {value!r}; a custom function must return scalar tensors as metrics")
+            raise UserError(f"metric {name} is {value!r}; a custom function must return scalar tensors as metrics")
     return {name: value.detach() for name, value in metrics.items()}
 
 

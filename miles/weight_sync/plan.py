@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD, Entry, Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, check_names_and_shapes, chunk_entries
 from miles.backends.megatron_utils.hf.layouts import Layout
-from miles.utils.errors import UserError
 from miles.weight_sync.live_bytes import LiveBytes
 from miles.weight_sync.parallel import ParallelInfo
 
@@ -86,7 +85,7 @@ def make_plan(
         if not entry.load_only
     ]
     if not entries:
-        raise UserError(f"{type(family).__name__} lists no weights at all: there is nothing to send")
+        raise ValueError(f"{type(family).__name__} lists no weights at all: there is nothing to send")
     check_names_and_shapes(index, [planned.entry for planned in entries], family, hf_config)
     tied_head_listed = hf_config.tie_word_embeddings and HEAD in index
     shapes = {}

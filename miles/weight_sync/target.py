@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from miles.utils.errors import UserError
-
 
 @dataclass(frozen=True)
 class EngineTarget:
@@ -20,7 +18,7 @@ class EngineTarget:
 
     def __post_init__(self) -> None:
         if self.source_ranks is not None and len(self.source_ranks) != self.tp_size:
-            raise UserError(f"{self.url} has {self.tp_size} ranks, but source_ranks={self.source_ranks}")
+            raise ValueError(f"{self.url} has {self.tp_size} ranks, but source_ranks={self.source_ranks}")
 
     @property
     def lead(self) -> int:

@@ -247,7 +247,7 @@ class MegatronTrainRayActor:
         mean = (total[0] / total[1].clamp(min=1)).item()
         bound = self.config.max_logprob_abs_diff
         if not mean <= bound:
-            raise RuntimeError(
+            raise UserError(
                 f"after the first weight sync the trainer's and the engine's log-probabilities of rollout {rollout_id} "
                 f"differ by {mean:.4g} on average, the bound is {bound:.4g} (--max-logprob-abs-diff): the two do not "
                 "hold the same model; check --hf-checkpoint, precision and --sglang-* arguments"

@@ -326,7 +326,7 @@ class SGLangClient:
                         raise failure
             except TimeoutError as error:
                 raise SGLangError(url, None, f"nothing within {timeout:g} s ({flag})", attempt) from error
-            except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+            except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
                 failure = SGLangError(url, None, f"{type(error).__name__}: {error}", attempt)
             if attempt <= retries:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))

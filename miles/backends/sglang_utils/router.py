@@ -64,7 +64,7 @@ class RouterClient(SGLangClient):
         await self._call("DELETE", path, None, timeout=QUICK_TIMEOUT_SECONDS, retries=0)
 
     async def wait_for(self, urls: Sequence[str], timeout: float) -> None:
-        """Wait until all of `urls` are healthy engines of the router. Raises TimeoutError."""
+        """Wait until all of `urls` are healthy engines of the router. Raises UserError."""
         deadline = time.monotonic() + timeout
         while True:
             workers = await self.workers()
@@ -72,7 +72,10 @@ class RouterClient(SGLangClient):
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the router at {self.url} did not reach {', '.join(missing)} within {timeout:g} s")
+                raise UserError(
+                    f"the router at {self.url} did not reach {', '.join(missing)} within {timeout:g} s: see why in "
+                    "its log, or give it longer (--rollout-engine-start-timeout)"
+                )
             await asyncio.sleep(POLL_SECONDS)
 
 

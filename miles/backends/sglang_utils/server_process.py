@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from miles.backends.sglang_utils import supervisor
 from miles.backends.sglang_utils.supervisor import group_members
 from miles.config.secrets import MASK, is_secret
+from miles.utils.errors import UserError
 
 LOG_TAIL_LINES = 30
 POLL_SECONDS = 0.2
@@ -75,7 +76,7 @@ class ServerProcess:
 
         Raises:
             ServerDied: it ended instead.
-            TimeoutError: no answer within `timeout` seconds. The process is left running: call `terminate`.
+            UserError: no answer within `timeout` seconds. The process is left running: call `terminate`.
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -83,8 +84,9 @@ class ServerProcess:
             if self._answers():
                 return
             time.sleep(POLL_SECONDS)
-        raise TimeoutError(
-            f"the server (pid {self.pid}) was not healthy within {timeout:g} s (--rollout-engine-start-timeout).\n"
+        raise UserError(
+            f"the server (pid {self.pid}) was not healthy within {timeout:g} s: see why below, or give it longer "
+            "(--rollout-engine-start-timeout).\n"
             f"{self._log_report()}"
         )
 

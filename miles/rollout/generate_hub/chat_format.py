@@ -9,7 +9,7 @@ from miles.config import RunConfig
 from miles.rollout.chat_template import MARK, ChatTemplate, Message
 
 
-class NotAnExtension(ValueError):
+class NotAnExtension(UserError):
     """The chat template writes earlier messages otherwise once later ones follow."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from miles.rollout.chat_template import Message, normal_message
 from miles.rollout.generate_hub.tool_calls import ParsedTurn, checked_tools
+from miles.utils.errors import UserError
 
 MODEL = "miles"
 
@@ -77,7 +78,7 @@ def read_request(body: Any) -> ChatRequest:
     if tools is not None:
         try:
             tools = checked_tools("tools", tools)
-        except ValueError as error:
+        except UserError as error:
             raise BadRequest(str(error)) from error
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):

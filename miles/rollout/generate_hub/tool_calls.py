@@ -81,11 +81,15 @@ class CallParser:
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
 
     def check(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError if SGLang can't take these schemas."""
+        """Raise UserError if SGLang can't take these schemas."""
+        from pydantic import ValidationError
         from sglang.srt.entrypoints.openai.protocol import Tool
 
         for tool in tools:
-            Tool.model_validate(tool)
+            try:
+                Tool.model_validate(tool)
+            except ValidationError as error:
+                raise UserError(f"SGLang can't take the tool {tool!r:.200}: {error}") from error
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedTurn:
         """The calls in `text`, of known tools and of unknown ones; arguments are not checked.

@@ -75,7 +75,7 @@ def members_of(rewards: Sequence[float | None], group_indices: Sequence[int], ro
             groups.
     """
     if not len(rewards) == len(group_indices) == len(rollout_ids):
-        raise UserError(f"got {len(rewards)} rewards, {len(group_indices)} groups, {len(rollout_ids)} rollout ids")
+        raise ValueError(f"got {len(rewards)} rewards, {len(group_indices)} groups, {len(rollout_ids)} rollout ids")
     counts_S = np.array([reward is not None for reward in rewards], dtype=bool)
     values = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if not np.isfinite(values).all():

@@ -3,7 +3,6 @@
 import torch
 
 from miles.training.losses.numbers import MAX_LOG_RATIO, bounded_exp
-from miles.utils.errors import UserError
 
 MAX_LOW_VAR_KL = 10.0
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
@@ -23,7 +22,7 @@ def kl_estimate(log_probs_N: torch.Tensor, ref_N: torch.Tensor, kind: str) -> to
         kind: one of `KL_KINDS`.
     """
     if kind not in KL_KINDS:
-        raise UserError(f"KL estimator {kind!r} is unknown; choose one of {', '.join(KL_KINDS)}")
+        raise ValueError(f"KL estimator {kind!r} is unknown; choose one of {', '.join(KL_KINDS)}")
     d_N = ref_N - log_probs_N
     if kind == "k1":
         return -d_N

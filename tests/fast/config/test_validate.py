@@ -68,7 +68,6 @@ CASES = {
     "_node_size": [
         ({"num_gpus_per_node": "2"}, "--actor-num-gpus-per-node 4 does not fit on a node of --num-gpus-per-node 2"),
     ],
-    "_model_shape": [],  # spoils a file: test_config_json_must_be_json
     "_length_of_run": [
         ({"num_rollout": None}, "exactly one of --num-rollout and --num-epoch must be given, neither is"),
         ({"num_epoch": "2"}, "exactly one of --num-rollout and --num-epoch must be given, both are (3 and 2)"),
@@ -147,10 +146,13 @@ def test_refused(argv, changes, expected):
     assert sum(expected in problem for problem in caught.value.problems) == 1, caught.value.problems
 
 
-def test_config_json_must_be_json(argv, folder):
-    (folder / "model" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="config.json is not valid JSON"):
+@pytest.mark.parametrize("content, problem", [("{", "is not valid JSON: Expecting"), ("[1]", "holds no JSON object")])
+def test_config_json_must_hold_an_object(argv, folder, content, problem):
+    (folder / "model" / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as caught:
         resolve(argv())
+    (only,) = caught.value.problems
+    assert only.startswith(f"--hf-checkpoint model/config.json {problem}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from miles import rewards as rewards_module
 from miles.rewards import check_errors, compute_rewards, load_reward
 from miles.rewards import custom as custom_module
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 MODULE = """
@@ -104,7 +105,7 @@ async def test_the_run_stops_above_the_allowed_fraction(custom):
     values = [1.0, RuntimeError("no judge"), 1.0, 1.0]
     counts = [await compute_rewards(custom("from_metadata"), with_values(*values))]
     check_errors(counts, 0.25)
-    with pytest.raises(RuntimeError, match="failed for 1 of 4 samples; .* allows 0.24. The first: sample 1 .*no judge"):
+    with pytest.raises(UserError, match="failed for 1 of 4 samples; .* allows 0.24. The first: sample 1 .*no judge"):
         check_errors(counts, 0.24)
 
 

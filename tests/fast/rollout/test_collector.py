@@ -8,6 +8,7 @@ import pytest
 from miles.rollout.engine_pool import RequestFailed
 from miles.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from miles.rollout.hooks import Hooks
+from miles.utils.errors import UserError
 from tests.fast.rollout.collecting import SIZE, counts, make, members, numbers, small_rollouts, waiting
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts, settle
 
@@ -94,7 +95,7 @@ async def test_refused_groups_are_replaced_as_a_whole(config):
 async def test_a_filter_that_keeps_nothing_ends_the_run_with_numbers(config):
     before, pool = asyncio.all_tasks(), FakePool()
     collector = make(config, pool, Hooks(dynamic_filter=check_reward_nonzero_std), dynamic_sampling_max_batches=3)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UserError) as caught:
         await collector.collect(7, None)
     assert (
         "rollout 7 tried 6 groups (--dynamic-sampling-max-batches 3 x --rollout-batch-size 2) and has 0 of the 2"
@@ -137,9 +138,7 @@ async def test_a_group_without_a_sample_is_replaced(config):
 async def test_too_many_failures_end_the_run(config):
     before = asyncio.all_tasks()
     pool = FakePool(lambda sample: RequestFailed("no") if sample.index == 1 else "a")
-    with pytest.raises(
-        RuntimeError, match="generation of 1 of 4 samples failed; --max-failed-sample-fraction allows 0.2"
-    ):
+    with pytest.raises(UserError, match="generation of 1 of 4 samples failed; --max-failed-sample-fraction allows 0.2"):
         await make(config, pool, max_failed_sample_fraction=0.2).collect(0, None)
     await make(config, pool, max_failed_sample_fraction=0.25).collect(0, None)
     assert asyncio.all_tasks() == before
@@ -154,7 +153,7 @@ async def test_failed_rewards_are_counted_over_the_rollout(config):
                     group[0].label = None
             return groups
 
-    with pytest.raises(RuntimeError, match="reward failed for 1 of [24] samples"):
+    with pytest.raises(UserError, match="reward failed for 1 of [24] samples"):
         await make(config, FakePool(), prompts=Unlabelled(SIZE), max_reward_error_fraction=0.2).collect(0, None)
     collector = make(config, FakePool(), prompts=Unlabelled(SIZE), max_reward_error_fraction=0.25)
     collected = await collector.collect(0, None)

@@ -15,6 +15,7 @@ from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks
 from miles.utils.arguments import parse_args
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.rollout.fake_pool import FakePool
 
@@ -199,7 +200,7 @@ async def test_failed_samples_are_counted_up_to_a_bound(evaluator_of, generating
     metrics = (await run(config, evaluator)).metrics
     assert metrics["eval/a-failed_ratio"] == metrics["eval/a-none_reward_ratio"] == 0.5 and metrics["eval/a"] == 0
     config, evaluator = evaluator_of([{"name": "a", "prompts": ["ab", "ab", "cd"], **own}], *flags)
-    with pytest.raises(RuntimeError, match="2 of 3 samples failed.*OSError: no tool"):
+    with pytest.raises(UserError, match="2 of 3 samples failed.*OSError: no tool"):
         await run(config, evaluator)
 
 

@@ -41,9 +41,7 @@ def test_rewards_must_differ(rewards, reason):
 
 
 # Near each other and near where reasons are rounded: whether two are the same, and as what, must not depend on order.
-VALUES = st.one_of(
-    st.none(), st.sampled_from([0.0, -0.0, 0.1 + 0.2, 0.3, 0.25, math.nextafter(0.25, 1), 1.0])
-)
+VALUES = st.one_of(st.none(), st.sampled_from([0.0, -0.0, 0.1 + 0.2, 0.3, 0.25, math.nextafter(0.25, 1), 1.0]))
 
 
 @given(st.data(), st.lists(VALUES, max_size=6))

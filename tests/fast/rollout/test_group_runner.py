@@ -10,6 +10,7 @@ from miles.rollout.group_runner import GroupRunner, mask_older_versions, run_gro
 from miles.rollout.hooks import Hooks
 from miles.rollout.sample_buffer import SampleBuffer
 from miles.training.batch import TrainBatch
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts, settle
 
@@ -141,9 +142,7 @@ async def test_a_prompt_that_a_generate_function_rewrote_is_asked_as_it_was(conf
 async def test_failures_above_the_bound_stop_the_run(config):
     runner, group = await run(config, FakePool(lambda sample: RequestFailed("no") if sample.index == 1 else "a"))
     runner.check(20)  # 5 %
-    with pytest.raises(
-        RuntimeError, match=r"generation of 1 of 19 samples failed; .* allows 0.05. The first: sample 1"
-    ):
+    with pytest.raises(UserError, match=r"generation of 1 of 19 samples failed; .* allows 0.05. The first: sample 1"):
         runner.check(19)
 
 
@@ -152,7 +151,7 @@ async def test_failed_rewards_above_the_bound_stop_the_run(config):
     group[1].label = None
     runner, _ = await run(config, FakePool(), group=group)
     runner.check(20)
-    with pytest.raises(RuntimeError, match=r"^exact: the reward failed for 1 of 4 samples"):
+    with pytest.raises(UserError, match=r"^exact: the reward failed for 1 of 4 samples"):
         runner.check(19)
 
 
@@ -352,6 +351,6 @@ async def test_the_first_error_of_run_groups_ends_all(config):
     before = asyncio.all_tasks()
     groups = FakePrompts(2).get_samples(3)
     runner = GroupRunner(config, FakePool(lambda s: None if s.index < 4 else RequestFailed("no")), Hooks())
-    with pytest.raises(RuntimeError, match=r"generation of 2 of 6 samples failed"):
+    with pytest.raises(UserError, match=r"generation of 2 of 6 samples failed"):
         await run_groups(runner, groups, Sampling.for_rollout(config))
     assert asyncio.all_tasks() == before

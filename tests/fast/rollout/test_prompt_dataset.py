@@ -9,6 +9,7 @@ from miles.rollout.data_source import PromptDataset
 from miles.rollout.prompt_file import ROWS_AT_ONCE
 from miles.rollout.prompt_format import PromptFormat
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
+from miles.utils.errors import UserError
 
 TOKENIZER = byte_tokenizer()
 USER, ASSISTANT = TOKENIZER.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
@@ -264,7 +265,7 @@ def test_a_file_that_is_written_to_during_the_run_is_noticed(write):
     data = read(path)
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"X"'))
     os.utime(path, ns=(1, 1))
-    with pytest.raises(RuntimeError, match="prompts.jsonl was written to while the run reads it"):
+    with pytest.raises(UserError, match="prompts.jsonl was written to while the run reads it"):
         data[0]
 
 

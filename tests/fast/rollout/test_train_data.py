@@ -6,6 +6,7 @@ import torch
 
 from miles.rollout.train_data import batch_from, train_data
 from miles.training.batch import TrainBatch
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.rollout.finished_samples import four_samples
 
@@ -114,3 +115,14 @@ def test_refused(change, message):
 def test_only_a_dict():
     with pytest.raises(ValueError, match="returned None \\(NoneType\\); it must return a dict of lists"):
         batch_from(FLAG, None, four_samples(), rewarded=True)
+
+
+def test_a_fault_of_the_program_is_not_laid_on_the_function(monkeypatch):
+    def broken(rows, rewards):
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    samples = four_samples()
+    monkeypatch.setattr(TrainBatch, "from_samples", broken)
+    with pytest.raises(ValueError, match="^zip") as caught:
+        batch_from(FLAG, train_data(samples, [1.0] * 4), samples, rewarded=True)
+    assert not isinstance(caught.value, UserError)

@@ -9,6 +9,7 @@ from miles.config import RunConfig
 from miles.training.corrections import RejectionSettings, TisSettings
 from miles.training.policy import PolicySettings, compute_policy_loss, compute_sft_loss, make_loss
 from miles.training.sample_sums import SampleSums
+from miles.utils.errors import UserError
 from tests.fast.training.micro_batches import whole_step
 
 MASKS = [[1, 0, 1, 1], [1, 1, 0, 1]]
@@ -155,7 +156,7 @@ def test_custom_loss(own):
 
 def test_a_custom_metric_that_is_no_tensor_is_named(own):
     config = config_of(loss_type="custom_loss", custom_loss_function_path=f"{own}.float_as_metric")
-    with pytest.raises(TypeError, match="metric train/mine is 0.5; a custom function must return scalar tensors"):
+    with pytest.raises(UserError, match="metric train/mine is 0.5; a custom function must return scalar tensors"):
         make_loss(config, None)(torch.zeros(8), torch.zeros(8), whole_step(MASKS, **columns()))
 
 

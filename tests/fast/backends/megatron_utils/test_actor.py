@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles.ray.resume import first_rollout
+from miles.utils.errors import UserError
 from miles.utils.network import free_ports
 
 ROOT = Path(__file__).parents[4]
@@ -171,7 +172,7 @@ def refusals(actor, mine):
     """What each rank says to an engine that holds another model; none may wait for the other."""
     import torch.distributed as dist
 
-    with pytest.raises(RuntimeError, match="the two do not hold the same model"):
+    with pytest.raises(UserError, match="the two do not hold the same model"):
         actor.train(0, mine)
     said = [None, None]
     dist.all_gather_object(said, "refused")

@@ -141,13 +141,14 @@ def run(tracing, config, rank, ranks, port):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+    from miles.utils.errors import UserError
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
     result = {"start": None, "weights": [], "metrics": [], "error": None}
     try:
         actor.init(f"127.0.0.1:{port}")
-    except ValueError as error:
+    except UserError as error:
         result["error"] = str(error)
     else:
         mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())

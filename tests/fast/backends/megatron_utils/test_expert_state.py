@@ -110,13 +110,14 @@ def run(config, rank, port):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+    from miles.utils.errors import UserError
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, 2)
     result = {"weights": [], "metrics": [], "error": None}
     try:
         actor.init(f"127.0.0.1:{port}")
-    except ValueError as error:
+    except UserError as error:
         result["error"] = str(error)
     else:
         train(actor, result)

@@ -9,6 +9,7 @@ from miles.backends.sglang_utils.router import ExternalRouter, RouterClient, SGL
 from miles.backends.sglang_utils.server_process import ServerDied
 from miles.backends.sglang_utils.supervisor import group_members
 from miles.rollout.engine_pool import EnginePool
+from miles.utils.errors import UserError
 from miles.utils.network import free_port
 from miles.utils.types import Sample
 
@@ -51,7 +52,7 @@ async def test_samples_of_a_router_are_those_of_its_engine(engine_config, engine
             await foreign.start([again])
         await foreign.shutdown()
         lost = ExternalRouter(given.model_copy(update={"rollout_engine_start_timeout": 0.5}))
-        with pytest.raises(TimeoutError, match="did not reach http://127.0.0.1:9 within 0.5 s"):
+        with pytest.raises(UserError, match="did not reach http://127.0.0.1:9 within 0.5 s"):
             await lost.start([engine_server, again, "http://127.0.0.1:9"])
 
         await joined.shutdown()
@@ -60,7 +61,7 @@ async def test_samples_of_a_router_are_those_of_its_engine(engine_config, engine
         while len(await routed.workers()) > 1 and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         assert (await routed.workers()).keys() == {engine_server}
-        with pytest.raises(TimeoutError, match="did not reach http://10.0.0.7:1 within 0 s"):
+        with pytest.raises(UserError, match="did not reach http://10.0.0.7:1 within 0 s"):
             await routed.wait_for(["http://10.0.0.7:1", engine_server], 0)
 
     await router.check()

@@ -10,6 +10,7 @@ import pytest
 
 from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess
 from miles.backends.sglang_utils.supervisor import LEFT_BEHIND, group_members
+from miles.utils.errors import UserError
 from miles.utils.network import free_port
 
 ROOT = Path(__file__).parents[4]
@@ -93,7 +94,7 @@ def test_early_death_is_reported_at_once_with_the_tail(server):
 def test_wait_is_bounded(server):
     process = server("import time\nprint('still loading')\ntime.sleep(600)")
     process.start()
-    with pytest.raises(TimeoutError, match="not healthy within 1 s") as caught:
+    with pytest.raises(UserError, match="not healthy within 1 s") as caught:
         process.wait_healthy(1)
     assert "still loading" in str(caught.value)
 

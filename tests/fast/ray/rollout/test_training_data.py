@@ -8,6 +8,7 @@ from miles.ray.rollout.training_data import check_complete, training_data
 from miles.rewards import RewardCounts, check_errors
 from miles.rollout.hooks import Hooks, shaped_rewards
 from miles.utils.arguments import parse_args
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -138,5 +139,5 @@ def put(monkeypatch):
 def test_failed_rewards_are_bounded_over_all_groups():
     fine, bad = RewardCounts(10, 0, 0, None), RewardCounts(10, 0, 1, "sample 3: ZeroDivisionError")
     check_errors([fine, bad], 0.05)
-    with pytest.raises(RuntimeError, match="failed for 1 of 20 samples.*sample 3: ZeroDivisionError"):
+    with pytest.raises(UserError, match="failed for 1 of 20 samples.*sample 3: ZeroDivisionError"):
         check_errors([fine, bad], 0.04)

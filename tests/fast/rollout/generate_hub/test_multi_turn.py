@@ -3,6 +3,7 @@ import json
 import pytest
 
 from miles.rollout.generate_hub import CHECKS, multi_turn, tool_calls
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.rollout.generate_hub.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
 
@@ -264,6 +265,8 @@ def test_check(tools_config, tmp_path):
         check(tools_config.model_copy(update={"generate_tool_call_parser": "qwen2"}))
     with pytest.raises(ValueError, match="--generate-tool-call-parser is not given"):
         check(tools_config.model_copy(update={"generate_tool_call_parser": None}))
+    with pytest.raises(UserError, match="SGLang can't take the tool {'type': 'function'}: "):
+        tool_calls.CallParser("qwen25", None).check([{"type": "function"}])
     with pytest.raises(ValueError, match="--generate-tool-specs-path .*execute must be a list of at least one"):
         path = tools_config.generate_execute_tool_function_path
         check(tools_config.model_copy(update={"generate_tool_specs_path": path}))
