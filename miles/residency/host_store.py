@@ -10,11 +10,6 @@ from miles.residency.plan import Place
 
 logger = logging.getLogger(__name__)
 
-REMEDY = (
-    "let less stay on the host with --offload-train-target disk, --rematerialize-param-from-master-weight or "
-    "--stream-optimizer-state-to-disk"
-)
-
 
 class Store(Protocol):
     """Keeps the contents of flat uint8 device tensors, by key."""
@@ -47,14 +42,15 @@ class HostStore:
     """A host buffer a key, exactly as big as its contents; `pinned` for copies at the speed of the link.
 
     With `keep` a buffer stays for the next cycle once it is there, since pinning takes five to ten times as long as the
-    copy; else `discard` gives it back.
+    copy; else `discard` gives it back. `remedy` is what a user can do where the host has no room.
     """
 
     place = Place.HOST
 
-    def __init__(self, pinned: bool, keep: bool):
+    def __init__(self, pinned: bool, keep: bool, remedy: str):
         self._pinned = pinned
         self._keep = keep
+        self._remedy = remedy
         self._buffers: dict[str, HostBuffer] = {}
         self._complete: set[str] = set()
 
@@ -64,7 +60,7 @@ class HostStore:
         if key in self._buffers and len(self._buffers[key].tensor) != len(source):
             self._free(key)  # first, so that the host never holds both
         if key not in self._buffers:
-            self._buffers[key] = HostBuffer(len(source), self._pinned, REMEDY)
+            self._buffers[key] = HostBuffer(len(source), self._pinned, self._remedy)
             if self._keep:
                 logger.info(
                     "%.2f GB of host memory for %s stay when it is back on the GPU, for the next sleep; "

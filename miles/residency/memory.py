@@ -53,8 +53,10 @@ class Saver(Protocol):
     def resume(self, tag: str) -> None: ...
 
 
-def device_memory(device: str, margin_bytes: int) -> DeviceMemory:
+def device_memory(device: str, margin_bytes: int, remedy: str) -> DeviceMemory:
     """The memory of `device` ("cpu" or "cuda", this rank's); `margin_bytes` stay free on a GPU when memory returns.
+
+    remedy: what a user can do where a GPU has no room.
 
     Raises:
         ValueError: torch's allocator is set to expandable segments, which torch_memory_saver does not support.
@@ -65,10 +67,10 @@ def device_memory(device: str, margin_bytes: int) -> DeviceMemory:
         setting = os.environ.get(variable, "")
         if "expandable_segments:True" in setting:
             raise UserError(
-                f"{variable}={setting}: memory of expandable segments can't leave the GPU. Remove "
-                "expandable_segments:True, or keep the trainer on the GPU with --no-offload-train"
+                f"{variable}={setting}: memory of expandable segments can't leave the GPU, as it must with "
+                "--offload-train: remove expandable_segments:True"
             )
-    return TorchMemorySaverMemory(_torch_memory_saver(), device, margin_bytes)
+    return TorchMemorySaverMemory(_torch_memory_saver(), device, margin_bytes, remedy)
 
 
 @cache
@@ -119,10 +121,11 @@ class _Tags:
 class TorchMemorySaverMemory:
     """Memory of the current CUDA device that torch_memory_saver maps and unmaps; it never copies contents itself."""
 
-    def __init__(self, saver: Saver, device: str, margin_bytes: int):
+    def __init__(self, saver: Saver, device: str, margin_bytes: int, remedy: str):
         self._saver = saver
         self._device = device
         self._margin_bytes = margin_bytes
+        self._remedy = remedy
         self._tags = _Tags()
 
     def allocate(self, nbytes: int, tag: str) -> torch.Tensor:
@@ -174,8 +177,7 @@ class TorchMemorySaverMemory:
                     f"no room to {verb} tag {tag!r}: {needed:,} bytes and a margin of {margin_bytes:,} are "
                     f"needed, {free:,} were free after {PATIENCE_S:.0f} s; this process holds "
                     f"{torch.cuda.memory_allocated():,} bytes in tensors, {torch.cuda.memory_reserved():,} with caches "
-                    f"and what is released. Did the engines release their memory? Else {lower}let more leave with "
-                    "--offload-rollout-level"
+                    f"and what is released. Did the engines release their memory? Else {lower}{self._remedy}"
                 )
             time.sleep(0.02)
 

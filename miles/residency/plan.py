@@ -146,6 +146,35 @@ class Policy:
         ]
         return [reason for broken, reason in rules if broken]
 
+    def more_room_on_the_gpu(self) -> str:
+        """What else to do where the trainer finds no room on the GPU: what is legal here and not done yet."""
+        kept = {Region.KV_CACHE, Region.WEIGHTS} - self.levels
+        ways = []
+        if self.peak_device == "gpu":
+            ways.append("set --colocate-memory-peak-device cpu, where the engines' weights leave before it comes")
+            kept.discard(Region.WEIGHTS)  # with it they would be there too
+        if not self.offload_rollout:
+            ways.append("add --offload-rollout")
+        elif kept:
+            ways.append("let more of the engines leave with --offload-rollout-level kv_cache weight")
+        if self._may_stream:
+            ways.append("keep its optimizer on disk with --stream-optimizer-state-to-disk")
+        return ", or ".join([*ways, "give it more GPUs"])
+
+    def less_on_the_host(self) -> str:
+        """What to do where the host has no room for the sleeping trainer: what is legal here and not done yet."""
+        rebuild = "--rematerialize-param-from-master-weight"
+        if self.rematerialize:
+            return f"let it wait on disk, with --offload-train-target disk and without {rebuild}"
+        ways = ["--offload-train-target disk"]
+        if self._may_stream:
+            ways += [f"--bf16 {rebuild}", "--stream-optimizer-state-to-disk"]
+        return f"let less of it stay on the host with {' or '.join(ways)}"
+
+    @property
+    def _may_stream(self) -> bool:
+        return not (self.stream_optimizer or self.rematerialize or self.lora)
+
 
 @dataclass(frozen=True)
 class Move:

@@ -357,8 +357,8 @@ def build_residency(
         chunk = config.offload_train_disk_chunk_mb * 2**20
         store = DiskStore(config.offload_train_disk_dir, chunk, pinned, name=f"{party} rank {rank}")
     else:
-        store = HostStore(pinned, keep=config.offload_train_keep_host_buffers)
-    memory = device_memory(config.device, config.train_memory_margin_bytes)
+        store = HostStore(pinned, config.offload_train_keep_host_buffers, policy.less_on_the_host())
+    memory = device_memory(config.device, config.train_memory_margin_bytes, policy.more_room_on_the_gpu())
     return TrainerResidency(party, policy, state, memory, store, groups, check=config.check_residency)
 
 
