@@ -7,6 +7,7 @@ from typing import Any
 
 from miles.config import RunConfig
 from miles.rollout.chat_template import MARK, ChatTemplate, Message
+from miles.utils.errors import UserError
 
 
 class NotAnExtension(UserError):

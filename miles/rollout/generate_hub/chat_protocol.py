@@ -107,7 +107,7 @@ def plain_message(message: Any) -> Message:
         raise BadRequest(f"each of messages must be an object with a role of {', '.join(sorted(ROLES))}")
     try:
         normal = normal_message(message)
-    except ValueError as error:
+    except UserError as error:
         raise BadRequest(str(error)) from error
     plain: Message = {name: normal[name] for name in ("role", "content", *TEXTS) if name in normal}
     for name in TEXTS:
