@@ -322,7 +322,7 @@ def test_two_trainer_ranks_beside_an_engine_end_on_sigterm(train, tmp_path):
     check_steps(steps, len(steps))
 
 
-def test_a_gap_between_trainer_and_engine_stops_the_run(train):
+def test_a_gap_between_trainer_and_engine_stops_the_run(train, tmp_path):
     rebuilt = ("--bf16", "--rematerialize-param-from-master-weight", "--check-residency")
     run = train("tight", *COLOCATED, *rebuilt, "--max-logprob-abs-diff", "1e-12", "--no-use-tensorboard")
     assert run.wait() == 1
@@ -331,6 +331,11 @@ def test_a_gap_between_trainer_and_engine_stops_the_run(train):
     assert "the bound is 1e-12 (--max-logprob-abs-diff)" in run.output
     # The weights were dropped, and both sides got them from the masters.
     assert 0 < float(run.output.split(sentence)[1].split()[0]) < BF16_GAP
+    # The screen has the sentence alone, and the file where it came from, in the process of a rank too.
+    log = (tmp_path / "tight" / "error.log").read_text()
+    assert f"error: {sentence}" in run.output and "Traceback" not in run.output
+    assert run.output.rstrip().endswith(str(tmp_path / "tight" / "error.log"))
+    assert sentence in log and "in _check_log_probs" in log and "train.py --device cpu" in log and "\x1b" not in log
     assert run.left() == []
 
 

@@ -118,8 +118,10 @@ class SGLangClient:
     async def detokenize(self, ids: list[list[int]]) -> list[str]:
         """The text of each list of ids, special tokens too, by the server's tokenizer."""
         body = {"tokens": ids, "skip_special_tokens": False}
-        reply = await self._control("/detokenize", body, timeout=QUICK_TIMEOUT_SECONDS)
-        return reply["text"]
+        texts = (await self._control("/detokenize", body, timeout=QUICK_TIMEOUT_SECONDS))["text"]
+        if len(texts) != len(ids):
+            raise SGLangError(self.url + "/detokenize", 200, f"asked for {len(ids)} texts, got {len(texts)}", 1)
+        return texts
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort the request `request_id`; all requests where it is None."""

@@ -224,3 +224,13 @@ async def test_abort_ends_running_requests(engine_server):
         await client.abort()
         replies = await asyncio.wait_for(request, 20)
     assert [reply["meta_info"]["finish_reason"]["type"] for reply in replies] == ["abort", "abort"]
+
+
+async def test_another_number_of_texts_is_refused(monkeypatch):
+    async def one_text(path, body, *, timeout):
+        return {"text": ["a"]}
+
+    async with SGLangClient("http://127.0.0.1:9") as client:
+        monkeypatch.setattr(client, "_control", one_text)
+        with pytest.raises(SGLangError, match="asked for 2 texts, got 1"):
+            await client.detokenize([[1], [2]])
