@@ -12,6 +12,10 @@ from miles.config import RunConfig
 from miles.utils.errors import UserError
 
 ANSWER_TIMEOUT_S = 5.0  # for a cluster's head; Ray itself would try for minutes
+# What a client of HTTP/2, and so of gRPC, says first (RFC 9113, 3.4): a preface and a frame of no settings. The answer
+# is a frame of settings too.
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+SETTINGS = 4  # the type of a frame, in its fourth byte
 
 
 @contextlib.contextmanager
@@ -49,17 +53,31 @@ def _join(address: str) -> None:
         head = canonicalize_bootstrap_address(address)  # asks this machine for what `auto` means
     except (ConnectionError, ValueError) as error:
         raise UserError(f"RAY_ADDRESS={address} names no Ray cluster: {error}; {ways_out}") from error
-    host, _, port = head.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
+        is_head = speaks_grpc(head)
     except OSError as error:
         raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers at {head} ({error}): {ways_out}") from error
+    if not is_head:
+        raise UserError(
+            f"RAY_ADDRESS={address}: what answers at {head} is no head of a Ray cluster (its port is 6379 unless given "
+            f"otherwise; 8265 is the dashboard's): {ways_out}"
+        )
     try:
         ray.init()
     except (ConnectionError, RuntimeError) as error:  # other versions of Ray or Python; no machine of the cluster
         raise UserError(
             f"RAY_ADDRESS={address}: the cluster can't be joined from this machine and this environment: {error}"
         ) from error
+
+
+def speaks_grpc(address: str) -> bool:
+    """Whether a gRPC server answers at `HOST:PORT`; with RAY_USE_TLS, whether anything does. OSError: nothing does."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S) as server:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return True
+        server.sendall(HELLO)
+        return server.recv(len(HELLO))[3:4] == bytes([SETTINGS])
 
 
 def num_bundles(config: RunConfig) -> int:

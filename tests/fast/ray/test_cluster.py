@@ -1,6 +1,8 @@
 """RAY_ADDRESS of a cluster that cannot be joined. Ray itself is not started here."""
 
+import http.server
 import socket
+import threading
 import time
 
 import pytest
@@ -47,6 +49,17 @@ def test_a_head_that_takes_no_connections_is_given_up(join, monkeypatch):
             one.close()
 
 
+def test_another_service_is_told_from_a_head(join):
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("0.0.0.0", 0), Refusing) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        said = join(f"127.0.0.1:{server.server_port}")
+    assert "is no head of a Ray cluster (its port is 6379 unless given otherwise; 8265 is the dashboard's)" in said
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
@@ -72,7 +85,6 @@ def test_a_cluster_of_other_versions(join, monkeypatch):
     def init():
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.9.0")
 
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        monkeypatch.setattr(cluster, "canonicalize_bootstrap_address", lambda address: address)
-        said = join(f"127.0.0.1:{head.getsockname()[1]}", init)
+    monkeypatch.setattr(cluster, "speaks_grpc", lambda address: True)
+    said = join("127.0.0.1:6379", init)
     assert "can't be joined from this machine and this environment: Version mismatch" in said and "Ray: 2.9.0" in said

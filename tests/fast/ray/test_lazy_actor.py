@@ -6,6 +6,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from miles.config import RunConfig
+from miles.ray.cluster import speaks_grpc
 from miles.ray.failure import inside
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train import group
@@ -194,6 +195,10 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_ranks_that_wait_for_it(opti
     first, ended = asyncio.run(go())
     assert first.startswith("trainer rank 1 on two failed in sleep: ActorDiedError: ") and "ended by a signal" in first
     assert ended == "trainer rank 0 on one did not answer within 1 s of it and had to be ended"
+
+
+def test_a_running_head_is_known_as_one(options):
+    assert speaks_grpc(ray.get_runtime_context().gcs_address)
 
 
 def test_private_names_are_not_methods(options):
