@@ -21,6 +21,7 @@ from miles.config.run_config import RunConfig
 from miles.config.schedule_rules import SCHEDULE_RULES, schedule_warnings
 from miles.config.values import Undetermined, Values
 from miles.config.weight_sync import WEIGHT_SYNC_RULES
+from miles.utils.export_folder import export_problem
 
 Rule = Callable[[Values], Iterator[str]]
 RULES: list[Rule] = [
@@ -217,3 +218,5 @@ def _checkpoints(v: Values) -> Iterator[str]:
         yield "--no-load-optim has no effect without --load; drop it"
     if v.save_hf is not None and set("{}") & set(v.save_hf.replace("{rollout_id}", "")):
         yield f"--save-hf {v.save_hf}: the only thing in braces may be {{rollout_id}}"
+    elif v.save_hf is not None and (problem := export_problem(v.save_hf)):
+        yield f"--save-hf {problem}"

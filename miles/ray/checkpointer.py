@@ -5,6 +5,7 @@ from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.utils.checkpoint_folder import finish_checkpoint, locate, partial_folder
+from miles.utils.disk import writing
 
 
 class Checkpointer:
@@ -64,8 +65,9 @@ class Checkpointer:
             root = self.config.save
             await self.actor.save(rollout_id)
             await self.rollout.save(partial_folder(root, rollout_id), rollout_id, self.handover.version)
-            if self.critic is not None:
-                finish_checkpoint(self.config.critic_save, rollout_id)
-            finish_checkpoint(root, rollout_id)
+            with writing("--save", root):
+                if self.critic is not None:
+                    finish_checkpoint(self.config.critic_save, rollout_id)
+                finish_checkpoint(root, rollout_id)
         if self.config.save_hf is not None:
             await self.actor.export_hf(rollout_id)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import RunConfig
+from miles.utils.disk import writing
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -140,12 +141,14 @@ class Report:
         if bad:
             logger.warning("step %d: not finite: %s", step, ", ".join(f"{name} = {values[name]}" for name in bad))
         written = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "wall_time": time.time(), **written}, allow_nan=False) + "\n")
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+        line = json.dumps({"step": step, "wall_time": time.time(), **written}, allow_nan=False) + "\n"
+        with writing("--run-dir", self.path.parent):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+            if self._tensorboard is not None:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard.flush()
 
     def summary(self) -> str:
         """Ends the report: prints and returns the closing table of the whole run, and closes TensorBoard's files."""

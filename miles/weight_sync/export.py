@@ -28,7 +28,7 @@ def save_hf(
     The parameters must be in memory. All ranks of one model copy (with expert parallelism: all ranks) call it together;
     exactly one passes is_writer=True and writes. chunks: this stage's GPTModels, unwrapped. source: the checkpoint that
     training started from; names are checked against it, configuration and tokenizer files are copied from it.
-    Raises ValueError where names or shapes differ, FileExistsError where `folder` holds something else.
+    Raises ValueError where names or shapes differ, or where `folder` holds something else.
     """
     index = CheckpointIndex(source)
     tensors = hf_tensors(chunks, family, hf_config, parallel, index, live)

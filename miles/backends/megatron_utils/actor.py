@@ -33,6 +33,7 @@ from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
 from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
+from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
 from miles.weight_sync.export import save_hf
@@ -306,7 +307,7 @@ class MegatronTrainRayActor:
         """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names, awake or asleep."""
         folder = self.config.save_hf.format(rollout_id=rollout_id)
         source, is_writer = self.config.hf_checkpoint, self.rank == 0
-        with self._awake():
+        with self._awake(), writing("--save-hf", folder):
             # Experts are spread over data-parallel ranks.
             if parallel_state.get_data_parallel_rank() == 0 or self.parallel.ep_size > 1:
                 save_hf(folder, self.chunks, self.family, self.hf_config, self.parallel, source, is_writer)

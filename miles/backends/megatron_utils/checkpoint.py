@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import CheckpointException
 
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.torch_adam import fill_states, megatron_optimizers
 from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
+from miles.utils.disk import writing
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,16 +33,13 @@ _METADATA = {
 def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) -> None:
     """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together."""
     folder = partial_folder(root, rollout_id)
-    if dist.get_rank() == 0:
-        begin_checkpoint(root, rollout_id)
-    dist.barrier()
-    dist_checkpointing.save(
-        _sharded_state(state, with_optimizer, is_loading=False),
-        str(folder / MODEL),
-        content_metadata=_METADATA,
-    )
-    torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
-    dist.barrier()
+    with writing("--save", root):
+        if dist.get_rank() == 0:
+            begin_checkpoint(root, rollout_id)
+        dist.barrier()
+        _write(_sharded_state(state, with_optimizer, is_loading=False), folder / MODEL)
+        torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
+        dist.barrier()
 
 
 def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
@@ -82,13 +81,12 @@ def is_of_critic(folder: Path) -> bool:
 
 def save_weights(folder: Path, state: TrainState) -> None:
     """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _sharded_state(state, with_optimizer=False, is_loading=False), str(folder), content_metadata=_METADATA
-    )
-    dist.barrier()
+    with writing("--save", folder):
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        _write(_sharded_state(state, with_optimizer=False, is_loading=False), folder)
+        dist.barrier()
 
 
 def load_weights(folder: Path, state: TrainState) -> None:
@@ -98,6 +96,14 @@ def load_weights(folder: Path, state: TrainState) -> None:
     )
     for name, model in _named_models(state).items():
         model.load_state_dict(loaded[name], strict=True)
+
+
+def _write(sharded_state: dict, folder: Path) -> None:
+    try:
+        dist_checkpointing.save(sharded_state, str(folder), content_metadata=_METADATA)
+    except CheckpointException as error:
+        # No Exception, and it holds those of all ranks: the first of them is a cause.
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _check_optimizer(folder: Path, saved: dict, state: TrainState) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.utils.checkpoint_folder import DATA_FILE, SAMPLES_FILE
+from miles.utils.disk import writing
 from miles.utils.errors import UserError
 
 
@@ -19,10 +20,11 @@ def write_state(folder: Path, state: dict[str, Any], version: int) -> None:
     Raises:
         ValueError: a user's data source, or the metadata of a sample, holds what JSON does not.
     """
-    _write(Path(folder) / DATA_FILE, _in_parts(state["data"], 0))
     samples = {"weight_version": version, "collector": state["collector"]}
-    # A group at a time: json.dumps of all would let nothing else in this process run for seconds.
-    _write(Path(folder) / SAMPLES_FILE, _in_parts(samples, 3))
+    with writing("--save", folder):
+        _write(Path(folder) / DATA_FILE, _in_parts(state["data"], 0))
+        # A group at a time: json.dumps of all would let nothing else in this process run for seconds.
+        _write(Path(folder) / SAMPLES_FILE, _in_parts(samples, 3))
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], int]:

@@ -115,6 +115,7 @@ CASES = {
         ({"ckpt_step": "2"}, "--ckpt-step 2 needs --load"),
         ({"no_load_optim": ""}, "--no-load-optim has no effect without --load"),
         ({"save_hf": "out/{step}"}, "--save-hf out/{step}: the only thing in braces may be {rollout_id}"),
+        ({"save_hf": "model"}, "--save-hf model exists and was not written by this program: name another folder"),
     ],
 }  # fmt: skip
 

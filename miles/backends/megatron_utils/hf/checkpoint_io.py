@@ -16,11 +16,11 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from miles.backends.megatron_utils.hf.base import HEAD, Entry, Family
 from miles.utils.errors import UserError
+from miles.utils.export_folder import INDEX_FILE, WRITER, export_problem
 from miles.weight_sync.parallel import ParallelInfo
 
 logger = logging.getLogger(__name__)
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHOWN = 8
@@ -248,7 +248,7 @@ class HFWriter:
     """Writes a stream of (name, tensor) as a safetensors checkpoint that transformers loads; a context manager.
 
     folder: the finished checkpoint. It appears at the end, whole: until then the files are in `.<name>.partial` beside
-    it. An older export of ours at that place is replaced; any other folder is refused with FileExistsError.
+    it. An older export of ours at that place is replaced; any other folder is refused with ValueError.
     source: the checkpoint from which all else is copied: configuration, tokenizer, chat templates, code. config.json
     says the dtype of most written numbers.
     max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
@@ -257,8 +257,8 @@ class HFWriter:
     def __init__(self, folder: str | Path, source: str | Path, max_shard_bytes: int = 5 * 1024**3):
         self.folder, self.source = Path(folder), Path(source)
         self.max_shard_bytes = max_shard_bytes
-        if self.folder.exists() and not _is_export(self.folder):
-            raise FileExistsError(f"{self.folder} exists and was not written by this program: name another folder")
+        if problem := export_problem(self.folder):
+            raise UserError(problem)
         self.partial = self.folder.parent / f".{self.folder.name}.partial"
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
@@ -308,7 +308,7 @@ class HFWriter:
             weight_map.update(dict.fromkeys(names, file))
         self._copy_the_rest()
         self._write_config()
-        metadata = {"total_size": self.bytes_written, "writer": "miles"}
+        metadata = {"total_size": self.bytes_written, "writer": WRITER}
         (self.partial / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
         if self.folder.exists():
             shutil.rmtree(self.folder)
@@ -341,11 +341,6 @@ _WEIGHT_ENDINGS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".npz", ".onnx", ".onnx_data"),
     ".index.json",
 )
-
-
-def _is_export(folder: Path) -> bool:
-    index = folder / INDEX_FILE
-    return index.is_file() and json.loads(index.read_text()).get("metadata", {}).get("writer") == "miles"
 
 
 def _read_header(path: Path) -> dict[str, dict]:

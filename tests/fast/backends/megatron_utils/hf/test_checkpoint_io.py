@@ -355,7 +355,7 @@ def test_a_failed_export_leaves_nothing_and_only_exports_are_replaced(tmp_path):
         with HFWriter(out, folder) as writer:
             writer.write("a", torch.full((1,), value))
     assert CheckpointIndex(out).read("a").item() == 2
-    with pytest.raises(FileExistsError, match="name another folder"):
+    with pytest.raises(ValueError, match="name another folder"):
         HFWriter(folder, folder)
 
 
