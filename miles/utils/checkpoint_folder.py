@@ -48,7 +48,8 @@ def begin_checkpoint(root: str | Path, rollout_id: int) -> Path:
     partial, folder = partial_folder(root, rollout_id), checkpoint_folder(root, rollout_id)
     if (partial / MANIFEST).exists() and not folder.exists():
         partial.rename(folder)  # a run was killed while it put this one in the place of another: it may be the newest
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in (partial, *Path(root).glob(".iter_*.old")):
+        shutil.rmtree(left, ignore_errors=True)
     for name in (MODEL, RNG):
         (partial / name).mkdir(parents=True)
     return partial

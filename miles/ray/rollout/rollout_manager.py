@@ -30,6 +30,7 @@ from miles.rollout.hooks import Hooks, filter_samples, load_hooks, log_eval, run
 from miles.rollout.sample_io import load_samples, save_samples
 from miles.rollout.sft_rollout import sft_samples
 from miles.rollout.teacher import Teacher
+from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.garbage import collect_rarely
 from miles.utils.types import Sample
@@ -238,15 +239,12 @@ class RolloutManager:
 
     async def _dump(self, rollout_id: int, groups: Groups, evaluation: str | None) -> None:
         config = self._config
-        if config.save_debug_rollout_data is not None:
-            await asyncio.to_thread(
-                save_samples,
-                config.save_debug_rollout_data,
-                rollout_id,
-                groups,
-                evaluation=evaluation,
-                hf_checkpoint=config.hf_checkpoint,
-            )
+        path = config.save_debug_rollout_data
+        if path is not None:
+            with writing("--save-debug-rollout-data", path):
+                await asyncio.to_thread(
+                    save_samples, path, rollout_id, groups, evaluation=evaluation, hf_checkpoint=config.hf_checkpoint
+                )
 
     async def offload(self, tags: Sequence[str]) -> dict[str, float]:
         """Release engine memory: those of `tags` (cuda_graph, kv_cache, weights) that may leave; its contents are lost.
