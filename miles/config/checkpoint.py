@@ -14,7 +14,9 @@ class CheckpointConfig(Section):
     load: LoadFolder | None = Field(
         None, description="Folder of checkpoints to resume from. Unset, or without a checkpoint in it: a new run."
     )
-    ckpt_step: int | None = Field(None, ge=0, description="The checkpoint of --load to take. Unset: the newest.")
+    ckpt_step: int | None = Field(
+        None, ge=0, description="The checkpoint of --load to take. Unset: the newest whole one."
+    )
     no_load_optim: bool = Field(False, description="Load the weights only, not the optimizer and its schedule.")
     save: OutputFolder | None = Field(None, description="Folder that checkpoints are written to.")
     save_interval: int | None = Field(None, gt=0, description="Rollouts between checkpoints. Needs --save.")

@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from miles.config.names import nearest
+from miles.config.paths import absolute
 from miles.utils.errors import UserError
 
 SET_BY_MILES = {
@@ -34,6 +36,8 @@ SET_BY_MILES = {
     "skip_server_warmup": "Miles waits for the engine's health itself",
     "weight_version": "Miles counts the weight syncs",
 }
+# Names that hold a path, a model of the hub or one of SGLang's own: what is there is meant as a path.
+_PATH_ENDINGS = ("_path", "_dir", "_file", "_folder", "_template", "_keyfile", "_certfile")
 _SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
 _LISTS = {f"List[{name}]": list[kind] for name, kind in _SCALARS.items()}
 
@@ -108,6 +112,9 @@ def _convert(argument: ServerArgument, value: Any) -> Any:
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UserError(f"is {value!r}: {message[0].lower()}{message[1:]}") from None
+    if isinstance(converted, str) and argument.name.endswith(_PATH_ENDINGS):
+        if converted.startswith(("~", "$")) or (converted and os.path.exists(converted)):
+            converted = absolute(converted)
     if argument.choices and converted not in argument.choices:
         raise UserError(f"is {value!r}; allowed: {', '.join(map(str, argument.choices))}")
     return converted

@@ -74,6 +74,20 @@ def test_values_get_their_types(argv, folder):
     }
 
 
+def test_a_path_that_is_there_is_absolute(argv, folder, monkeypatch):
+    """A server starts in another folder; a model of the hub, or a name of SGLang's own, is no path."""
+    monkeypatch.setenv("HOME", "/home/me")
+    more = (
+        "--sglang-speculative-draft-model-path model --sglang-chat-template train.jsonl --sglang-crash-dump-folder ~/d"
+    )
+    sglang = resolve(argv(more)).config.sglang
+    assert sglang["speculative_draft_model_path"] == str(folder / "model")
+    assert sglang["chat_template"] == str(folder / "train.jsonl")
+    assert sglang["crash_dump_folder"] == "/home/me/d"
+    sglang = resolve(argv("--sglang-tokenizer-path org/model --sglang-chat-template chatml")).config.sglang
+    assert (sglang["tokenizer_path"], sglang["chat_template"]) == ("org/model", "chatml")
+
+
 def test_a_field_that_starts_like_a_server_argument_is_a_field(argv):
     config = resolve(argv("--sglang-server-concurrency 3")).config
     assert (config.sglang_server_concurrency, config.sglang) == (3, {})
