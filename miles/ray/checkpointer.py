@@ -66,8 +66,7 @@ class Checkpointer:
             await self.actor.save(rollout_id)
             await self.rollout.save(partial_folder(root, rollout_id), rollout_id, self.handover.version)
             with writing("--save", root):
-                if self.critic is not None:
-                    finish_checkpoint(self.config.critic_save, rollout_id)
-                finish_checkpoint(root, rollout_id)
+                critic = None if self.critic is None else self.config.critic_save
+                finish_checkpoint(root, rollout_id, critic)
         if self.config.save_hf is not None:
             await self.actor.export_hf(rollout_id)

@@ -55,15 +55,29 @@ def begin_checkpoint(root: str | Path, rollout_id: int) -> Path:
     return partial
 
 
-def finish_checkpoint(root: str | Path, rollout_id: int) -> None:
+def finish_checkpoint(root: str | Path, rollout_id: int, beside: str | Path | None = None) -> None:
     """Declare what was written since `begin_checkpoint` to be the newest checkpoint; on disk when it returns.
 
     At any moment the marker names a checkpoint that `find_checkpoint` finds whole.
 
+    Args:
+        beside: another folder of checkpoints, a critic's, in which the same is done.
+
     Raises:
         ValueError: a part is not there: the ranks do not see one and the same folder.
     """
-    partial, folder = partial_folder(root, rollout_id), checkpoint_folder(root, rollout_id)
+    # The critic's first: an actor's checkpoint never lacks it. All that takes long is done before the renames.
+    roots = [Path(root)] if beside is None else [Path(beside), Path(root)]
+    for place in roots:
+        _write_manifest(partial_folder(place, rollout_id))
+    replaced = [_put_in_place(place, rollout_id) for place in roots]
+    for place in roots:
+        _write(place / MARKER, f"{rollout_id}\n")
+    for old in replaced:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_manifest(partial: Path) -> None:
     if faults := list(_faults_without_manifest(partial)):
         raise UserError(
             f"the checkpoint in {partial} is not whole on the driver's machine: {_some(faults)}; --save must be one "
@@ -72,16 +86,17 @@ def finish_checkpoint(root: str | Path, rollout_id: int) -> None:
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
     _write(partial / MANIFEST, json.dumps({"files": sizes}, indent=1) + "\n")
+
+
+def _put_in_place(root: Path, rollout_id: int) -> Path:
+    """Give a finished folder its name; returns where the one is that had it, in a run that is repeated."""
+    partial, folder = partial_folder(root, rollout_id), checkpoint_folder(root, rollout_id)
+    old = partial.with_suffix(".old")
     if folder.exists():
-        # A run that is repeated. Until the second rename the new one, which is whole, is found under its first name.
-        old = partial.with_suffix(".old")
-        shutil.rmtree(old, ignore_errors=True)
+        # Until the next rename the new one, which is whole, is found under its first name.
         folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(folder)
-    _write(Path(root) / MARKER, f"{rollout_id}\n")
+    partial.rename(folder)
+    return old
 
 
 def _write(path: Path, text: str) -> None:

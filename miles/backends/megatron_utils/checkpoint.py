@@ -4,7 +4,9 @@ A rank writes into the folder of a checkpoint that is not finished yet; `miles.u
 belongs there, and the driver declares it whole.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,7 +39,12 @@ def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) ->
         if dist.get_rank() == 0:
             begin_checkpoint(root, rollout_id)
         dist.barrier()
-        _write(_sharded_state(state, with_optimizer, is_loading=False), folder / MODEL)
+        with causes():
+            dist_checkpointing.save(
+                _sharded_state(state, with_optimizer, is_loading=False),
+                str(folder / MODEL),
+                content_metadata=_METADATA,
+            )
         torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
         dist.barrier()
 
@@ -50,11 +57,12 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
     model_folder = folder / MODEL
     if with_optimizer:
         _check_optimizer(folder, dist_checkpointing.load_common_state_dict(str(model_folder)), state)
-    loaded = dist_checkpointing.load(
-        _sharded_state(state, with_optimizer, is_loading=True),
-        str(model_folder),
-        strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RAISE_UNEXPECTED,
-    )
+    with causes():
+        loaded = dist_checkpointing.load(
+            _sharded_state(state, with_optimizer, is_loading=True),
+            str(model_folder),
+            strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RAISE_UNEXPECTED,
+        )
     for name, model in _named_models(state).items():
         model.load_state_dict(loaded[name], strict=True)
     if with_optimizer:
@@ -85,24 +93,29 @@ def save_weights(folder: Path, state: TrainState) -> None:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        _write(_sharded_state(state, with_optimizer=False, is_loading=False), folder)
+        with causes():
+            dist_checkpointing.save(
+                _sharded_state(state, with_optimizer=False, is_loading=False), str(folder), content_metadata=_METADATA
+            )
         dist.barrier()
 
 
 def load_weights(folder: Path, state: TrainState) -> None:
     """Load what `save_weights` wrote, under any parallel sizes, into the model. The optimizer is not touched."""
-    loaded = dist_checkpointing.load(
-        _sharded_state(state, with_optimizer=False, is_loading=True), str(folder), strict=StrictHandling.RAISE_ALL
-    )
+    with causes():
+        loaded = dist_checkpointing.load(
+            _sharded_state(state, with_optimizer=False, is_loading=True), str(folder), strict=StrictHandling.RAISE_ALL
+        )
     for name, model in _named_models(state).items():
         model.load_state_dict(loaded[name], strict=True)
 
 
-def _write(sharded_state: dict, folder: Path) -> None:
+@contextlib.contextmanager
+def causes() -> Iterator[None]:
+    """torch gathers the failures of all ranks in an error that is no Exception: raises the first of them instead."""
     try:
-        dist_checkpointing.save(sharded_state, str(folder), content_metadata=_METADATA)
+        yield
     except CheckpointException as error:
-        # No Exception, and it holds those of all ranks: the first of them is a cause.
         raise next(iter(error.failures.values()))[0] from error
 
 

@@ -111,6 +111,18 @@ def test_save_and_load(results):
     assert results("resumed", "no marker") == {**straight, "start": 0}
 
 
+def test_the_failure_of_a_rank_is_raised_as_it_is():
+    """torch's own error is no Exception, so that nothing that handles failures would see it."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from miles.backends.megatron_utils.checkpoint import causes
+
+    failure = OSError(28, "No space left on device", "/a/__1_0.distcp")
+    with pytest.raises(OSError, match="/a/__1_0.distcp") as caught, causes():
+        raise CheckpointException("save", {1: (failure, None)})
+    assert caught.value is failure
+
+
 def main(rank, phase, checkpoint, folder, ports):
     spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
     tracing = importlib.util.module_from_spec(spec)
