@@ -6,6 +6,7 @@ from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.config.multi_turn_rules import AGENT, MULTI_TURN
 from miles.config.paths import PromptFile, dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
+from miles.config.rollout_rules import unknown_ids
 from miles.config.values import Values
 
 
@@ -57,6 +58,7 @@ def _set(v: Values, entry: EvalSetConfig) -> Iterator[str]:
         )
     if entry.top_k == 0:
         yield f"{where} top_k is at least 1, or -1 for all tokens; 0 was given"
+    yield from unknown_ids(f"{where} stop_token_ids", entry.stop_token_ids, v.hf_checkpoint)
     path = entry.custom_generate_function_path
     if path is not None:
         name = f"{where} custom_generate_function_path"

@@ -1,10 +1,21 @@
 """Generation: sampling parameters and engine limits."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from miles.config.section import Section
+from miles.utils.errors import UserError
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise UserError("an empty text ends every response at its first token; leave it out")
+    return text
+
+
+StopText = Annotated[str, AfterValidator(_not_empty)]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class RolloutConfig(Section):
@@ -16,13 +27,18 @@ class RolloutConfig(Section):
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: the share of probability kept.")
     rollout_top_k: int = Field(-1, ge=-1, description="Sample among this many likeliest tokens; -1: among all.")
     rollout_max_context_len: int | None = Field(
-        None, gt=1, description="Most tokens of prompt and response together. Unset: no limit but the model's."
+        None,
+        gt=1,
+        description="Most tokens of prompt and response together. Unset: the engine's context, less 7 tokens that "
+        "SGLang keeps.",
     )
     rollout_max_response_len: int | None = Field(
         None, gt=0, description="Most tokens of a response. Required where engines run."
     )
-    rollout_stop: list[str] | None = Field(None, description="Texts that end a response.")
-    rollout_stop_token_ids: list[int] | None = Field(None, description="Token ids that end a response.")
+    rollout_stop: list[StopText] | None = Field(
+        None, description="Texts that end a response; the one that came is part of it."
+    )
+    rollout_stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end a response.")
     rollout_skip_special_tokens: bool = Field(False, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
     sglang_router_policy: Literal["cache_aware", "power_of_two", "round_robin", "random"] | None = Field(
@@ -54,8 +70,12 @@ class RolloutConfig(Section):
     rollout_health_check_first_wait: float = Field(
         0.0, ge=0, description="Seconds from an engine's start to its first health check."
     )
-    rollout_request_timeout: float = Field(
-        1800.0, gt=0, description="Seconds that one generation request may take; then it counts as failed."
+    rollout_request_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds that one generation request may take, a whole group and its wait within the engine; then "
+        "it counts as failed. Unset: 1800, and what --sglang-server-concurrency longest responses take at 2,000 tokens "
+        "a second.",
     )
     rollout_request_retries: int = Field(
         3,

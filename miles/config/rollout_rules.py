@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from miles.config.context_length import context_problems
+from miles.config.layout_rules import model_shape
 from miles.config.values import Values
 
 NONZERO_STD = "miles.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -58,7 +60,19 @@ def _rollouts_of_the_user(v: Values) -> Iterator[str]:
             yield f"{flag} has no effect: --rollout-function-path makes the whole rollout; drop one"
 
 
-ROLLOUT_RULES = (_over_sampling, _masked_versions, _equal_rewards, _rollouts_of_the_user)
+def _stop_ids(v: Values) -> Iterator[str]:
+    yield from unknown_ids("--rollout-stop-token-ids", v.rollout_stop_token_ids, v.hf_checkpoint)
+
+
+def unknown_ids(what: str, ids: list[int] | None, checkpoint: str) -> Iterator[str]:
+    """What is wrong with token ids: those that the model has not never end anything, and can break an engine."""
+    size = (model_shape(checkpoint) or {}).get("vocab_size")
+    unknown = [] if size is None else [str(token) for token in ids or () if token >= size]
+    if unknown:
+        yield f"{what}: the model has no token {', '.join(unknown)}, its vocabulary ends at {size - 1}; drop it"
+
+
+ROLLOUT_RULES = (_over_sampling, _masked_versions, _equal_rewards, _rollouts_of_the_user, context_problems, _stop_ids)
 
 
 def rollout_warnings(v: Values) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What an engine answered for a sample, checked, and how it extends the sample."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def extend(
     *,
     tokenizer: Any,
     room: int,
+    end_ids: frozenset[int],
     stop_ids: frozenset[int],
     stop_texts: Sequence[str],
     skip_special_tokens: bool,
@@ -67,13 +68,17 @@ def extend(
 
     Args:
         room: most tokens that were asked for.
-        stop_ids, stop_texts: what ends a response. It is no part of its text.
+        end_ids: the model's own end tokens.
+        stop_ids, stop_texts: what ends a response. Its text holds them, as SGLang's does with `no_stop_trim`: a reward
+            may look for a closing tag. It ends behind a stop text, in the middle of a token perhaps; of end tokens
+            see `without_end`.
     """
     ids, earlier = answer.ids, sample.tokens[sample.prompt_length :]
     ended_by_id = bool(ids) and ids[-1] in stop_ids
-    shown = ids[:-1] if ended_by_id else ids
+    shown = without_end(ids, tokenizer, end_ids, stop_ids) if ended_by_id else ids
     text = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
-    cut = min((place for place in map(text.find, stop_texts) if place >= 0), default=None)
+    ends = ((text.find(stop), len(stop)) for stop in stop_texts)
+    cut = min((place + length for place, length in ends if place >= 0), default=None)
     # SGLang reports `length` for whatever stands at the limit, an end token too, and `abort` likewise.
     if ended_by_id or cut is not None or answer.stopped:
         status = Sample.Status.COMPLETED
@@ -97,6 +102,20 @@ def extend(
     sample.weight_versions = [*sample.weight_versions, answer.weight_version]
     uncounted = sample.response_length - sum(sample.weight_version_lengths)
     sample.weight_version_lengths = [*sample.weight_version_lengths, uncounted]
+
+
+def without_end(
+    ids: Sequence[int], tokenizer: Any, end_ids: Collection[int], stop_ids: Collection[int]
+) -> Sequence[int]:
+    """Ids whose text is what a model wrote: without a last one that is an end token of the model's own.
+
+    One of `stop_ids`, which a user named, goes too if it is a special token; the text of any other is the model's.
+    """
+    if not ids:
+        return ids
+    last = ids[-1]
+    named = last in stop_ids and not tokenizer.decode([last], skip_special_tokens=True)
+    return ids[:-1] if last in end_ids or named else ids
 
 
 def end_token_ids(checkpoint: str | Path, tokenizer: Any) -> frozenset[int]:

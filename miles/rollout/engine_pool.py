@@ -181,6 +181,8 @@ class EnginePool:
             _current.reset(token)
 
     def _with_end_ids(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if "" in _stop_texts(given):
+            raise UserError("the sampling parameters' stop holds an empty text, which ends every response at once")
         return {**given, "stop_token_ids": sorted(self.end_ids.union(given.get("stop_token_ids") or ()))}
 
     async def _complete(self, missing: list[Request]) -> list[Request]:
@@ -244,14 +246,14 @@ class EnginePool:
         answer = read_answer(reply)
         if answer.aborted and not self._held.is_set():
             raise UnusableAnswer("it aborted the request")
-        stop = given.get("stop") or ()
         extend(
             sample,
             answer,
             tokenizer=self.tokenizer,
             room=given["max_new_tokens"],
+            end_ids=self.end_ids,
             stop_ids=frozenset() if given.get("ignore_eos") else frozenset(given["stop_token_ids"]),
-            stop_texts=[stop] if isinstance(stop, str) else stop,
+            stop_texts=_stop_texts(given),
             skip_special_tokens=self._skip_special_tokens,
         )
 
@@ -332,6 +334,11 @@ class EnginePool:
         if client not in self._failing:
             self._failing.add(client)
             logger.warning("%s: %s", client.url, what)
+
+
+def _stop_texts(given: Mapping[str, Any]) -> Sequence[str]:
+    stop = given.get("stop")
+    return [stop] if isinstance(stop, str) else stop or ()
 
 
 def _names(requests: list[Request]) -> str:

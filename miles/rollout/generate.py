@@ -1,5 +1,6 @@
 """How responses are drawn, and the generate function that draws one response."""
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class Sampling:
         )
 
     def parameters(self, sample: Sample) -> dict[str, Any]:
-        """SGLang's sampling parameters for one sample, a new dict each time, all but the model's own end ids.
+        """SGLang's sampling parameters for one sample, all but the model's own end ids.
+
+        Dict and lists are new each time: a generate function may change what it is given.
 
         `max_new_tokens` is what its response may still have: tokens that the model wrote (of mask 1) count against
         `max_response_len`, all tokens against `max_context_len`. It can be 0 where there is a response.
@@ -74,8 +77,8 @@ class Sampling:
             "top_k": self.top_k,
             "max_new_tokens": max(room, 0),
             "min_new_tokens": min(max(self.min_new_tokens - written, 0), max(room, 0)),
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
+            "stop": copy.copy(self.stop),
+            "stop_token_ids": copy.copy(self.stop_token_ids),
             "sampling_seed": int.from_bytes(digest) >> 1,  # an int64
         }
 

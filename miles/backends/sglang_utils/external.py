@@ -71,6 +71,13 @@ def _server_problems(config: RunConfig, info: dict) -> list[str]:
             f"has dp_size {info['dp_size']} without DP attention, which weights cannot be sent to: start it with "
             "--enable-dp-attention, or as several engines"
         )
+    most = info["max_req_input_len"] - 1
+    longest = max(config.rollout_max_context_len or 0, config.eval_max_context_len or 0)
+    if longest > most:
+        problems.append(
+            f"goes on with at most {most} tokens, and prompt and response may have {longest}: start it with a larger "
+            f"--context-length, or give --rollout-max-context-len {most} and no larger --eval-max-context-len"
+        )
     dtype = "bfloat16" if config.bf16 else "float32"
     if info["dtype"] != dtype:
         problems.append(f"has dtype {info['dtype']}, the trainer has {dtype}: start it with --dtype {dtype}")

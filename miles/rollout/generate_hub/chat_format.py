@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import RunConfig
+from miles.rollout.answers import without_end
 from miles.rollout.chat_template import MARK, ChatTemplate, Message
 from miles.utils.errors import UserError
 
@@ -95,10 +96,9 @@ class ChatFormat:
         return ids
 
     def text(self, ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
-        """What the model wrote in a turn, special tokens too, but for the id that ended it."""
-        if ids and (ids[-1] in self._end_ids or ids[-1] in stop_ids):
-            ids = ids[:-1]
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        """What the model wrote in a turn, special tokens too, but for one that ended it."""
+        shown = without_end(ids, self._tokenizer, self._end_ids, stop_ids)
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

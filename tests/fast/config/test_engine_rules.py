@@ -54,8 +54,8 @@ CASES = {
         ({"sglang_router_port": "1"}, "--sglang-router-port needs --sglang-router-ip too"),
         ({"sglang_router_ip": "10.0.0.9", "sglang_router_port": "1", "sglang_router_policy": "random"},
          "--sglang-router-policy random is for a router that Miles starts"),
-        ({"sglang_router_policy": "random", "sglang_router_request_timeout_secs": "9"},
-         "--sglang-router-request-timeout-secs 9 is below --rollout-request-timeout 1800"),
+        ({"sglang_router_policy": "random", "sglang_router_request_timeout_secs": "9", "rollout_request_timeout": "99"},
+         "--sglang-router-request-timeout-secs 9 is below --rollout-request-timeout 99"),
     ],
 }  # fmt: skip
 

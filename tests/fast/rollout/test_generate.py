@@ -5,8 +5,9 @@ from miles.backends.sglang_utils.client import SGLangClient
 from miles.rollout.answers import UnusableAnswer, end_token_ids, read_answer
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling, generate
+from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
-from tests.fast.backends.sglang_utils.misbehaving import MisbehavingServer, answer_of, good
+from tests.fast.backends.sglang_utils.misbehaving import MisbehavingServer, answer_of, good, writes
 
 
 async def all_live():
@@ -41,6 +42,15 @@ def test_parameters_are_sglangs():
         "stop": ["x"],
         "stop_token_ids": [5],
     }
+
+
+def test_parameters_are_the_samples_own():
+    """A generate function adds ends for a turn: later samples don't get them, nor does the configuration."""
+    sampling = sampling_of()
+    given = sampling.parameters(Sample(index=0, tokens=[1]))
+    given["stop"].append("y")
+    given["stop_token_ids"].append(6)
+    assert (sampling.stop, sampling.stop_token_ids) == (["x"], [5])
 
 
 def test_each_sample_and_each_purpose_has_a_seed_of_its_own():
@@ -99,6 +109,49 @@ async def test_the_default_function_extends_by_one_response_each_time(engine_con
         assert sample.response == "ABbAB"
         with pytest.raises(RuntimeError, match="there are no engines here"):
             await generate(engine_config, sample, parameters)
+
+
+async def test_the_longest_that_an_engine_takes(engine_flags, engine_server, tiny_checkpoint, tmp_path):
+    """Responses that would go beyond the model's 512 tokens end there, also of the longest prompt, also if gone on
+    with."""
+    flags = [flag for flag in engine_flags if flag not in ("--rollout-max-context-len", "64")]
+    flags[flags.index("--rollout-max-response-len") + 1] = "5000"
+    config = parse_args([*flags, "--run-dir", str(tmp_path)])
+    sampling = Sampling.for_rollout(config)
+    samples = [Sample(index=n, tokens=[97] * n) for n in (config.rollout_max_prompt_len, 500, 1)]
+    async with SGLangClient(engine_server) as client:
+        pool = EnginePool(config, [client], 8, AutoTokenizer.from_pretrained(tiny_checkpoint), all_live)
+        await pool.complete(samples, [sampling.parameters(sample) for sample in samples])
+        assert {sample.status for sample in samples} <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}
+        assert max(len(sample.tokens) for sample in samples) <= 505
+        samples[2].append_context([97] * (504 - len(samples[2].tokens)))
+        await pool.complete(samples, [sampling.parameters(sample) for sample in samples])
+    assert len(samples[2].tokens) == 505 and samples[2].response_length == 504
+
+
+@pytest.mark.parametrize(
+    ("last", "stop", "text"),
+    [
+        (66, {"stop_token_ids": [66]}, "AB"),  # named by the user, and text
+        (257, {"stop_token_ids": [257]}, "A"),  # named by the user, and a special token
+        (259, {}, "A"),  # the model's own
+        (66, {"stop": ["A"]}, "A"),
+        (66, {}, "AB"),
+    ],
+)
+async def test_what_a_reward_sees_of_the_end(engine_config, tiny_checkpoint, last, stop, text):
+    sample = Sample(index=0, tokens=[97])
+    async with MisbehavingServer(writes(65, last)) as server, SGLangClient(server.url) as client:
+        pool = EnginePool(engine_config, [client], 8, AutoTokenizer.from_pretrained(tiny_checkpoint), all_live)
+        await pool.complete([sample], [{"max_new_tokens": 2, **stop}])
+    assert sample.response == text and sample.tokens == [97, 65, last]
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+async def test_a_function_that_stops_at_every_token(engine_config, tiny_checkpoint, stop):
+    pool = EnginePool(engine_config, [], 8, AutoTokenizer.from_pretrained(tiny_checkpoint), all_live)
+    with pytest.raises(ValueError, match="stop holds an empty text, which ends every response at once"):
+        await pool.complete([Sample(index=0, tokens=[97])], [{"max_new_tokens": 2, "stop": stop}])
 
 
 def test_end_ids_are_those_of_model_and_tokenizer(tiny_checkpoint, tmp_path):

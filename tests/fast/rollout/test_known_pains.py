@@ -55,7 +55,8 @@ def test_a_response_at_the_limit_is_truncated_and_one_below_is_not(tokenizer):
     for ids in ([65] * 4, [65] * 3 + [END], [65, 65, END], [65] * 4):
         sample = Sample(group_index=0, index=len(samples), tokens=[1], reward=0.0)
         answer = Answer(ids, [-1.0] * len(ids), "1", aborted=False, stopped=False)
-        limits = {"room": 4, "stop_ids": frozenset({END}), "stop_texts": (), "skip_special_tokens": False}
+        ends = {"end_ids": frozenset({END}), "stop_ids": frozenset({END}), "stop_texts": ()}
+        limits = {"room": 4, "skip_special_tokens": False} | ends
         extend(sample, answer, tokenizer=tokenizer, **limits)
         samples.append(sample)
     assert rollout_metrics(samples, [0.0] * 4)["rollout/truncated_ratio"] == 0.5

@@ -61,11 +61,13 @@ async def test_all_that_differs_is_named(engine_config, engine_server, checkpoin
         ({"speculative_algorithm": "EAGLE"}, "has speculative_algorithm EAGLE, whose draft gets no new weights"),
         ({"speculative_algorithm": "NGRAM"}, None),
         ({"quantization": "fp8"}, "has quantization fp8, which weights cannot be sent to"),
+        ({"max_req_input_len": 64}, "goes on with at most 63 tokens, and prompt and response may have 64: start it"),
     ],
 )
-def test_what_weights_cannot_be_sent_to(engine_config, changes, expected):
+def test_what_cannot_be_used(engine_config, changes, expected):
     fine = {"version": importlib.metadata.version("sglang"), "dtype": "float32", "enable_dp_attention": False}
     fine |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "quantization": None, "speculative_algorithm": None}
+    fine |= {"max_req_input_len": 65}
     problems = _server_problems(engine_config, fine | changes)
     assert len(problems) == (expected is not None) and all(expected in problem for problem in problems)
 

@@ -18,7 +18,7 @@ def chat_flags(engine_flags, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(CHAT_TEMPLATE)
     flags = list(engine_flags)
-    for name, value in (("--rollout-max-response-len", "400"), ("--rollout-max-context-len", "1000")):
+    for name, value in (("--rollout-max-response-len", "400"), ("--rollout-max-context-len", "505")):
         flags[flags.index(name) + 1] = value
     return [
         *flags,

@@ -106,7 +106,8 @@ def test_text_of_a_turn(tokenizer):
     chat = ChatFormat(tokenizer, frozenset([END]))
     assert chat.text([65, 66, END]) == "AB"
     assert chat.text([65, 66]) == "AB"
-    assert chat.text([65, USER, 66], [66]) == "A<|user|>"
+    assert chat.text([65, USER], [USER]) == "A"
+    assert chat.text([65, USER, 66], [66]) == "A<|user|>B"
     assert chat.text([]) == ""
 
 
