@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, ValidationError
 from miles.config.names import nearest
 from miles.config.paths import PromptFile
 from miles.config.reward import RewardConfig
-from miles.config.rollout import StopText, TokenId
+from miles.config.rollout import StopIds, StopTexts
 from miles.config.section import Section, base_type
 from miles.config.yaml_file import load_yaml
 
@@ -32,8 +32,8 @@ class EvalSetConfig(Section):
     top_p: float = Field(None, gt=0, le=1, description="The share of probability kept.")
     top_k: int = Field(None, ge=-1, description="Sample among this many likeliest tokens; -1: among all.")
     max_response_len: int = Field(None, gt=0, description="Most tokens of a response.")
-    stop: list[StopText] | None = Field(None, description="Texts that end a response; null: none.")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Ids that end a response; null: the model's own.")
+    stop: StopTexts = Field(None, description="Texts that end a response; null: none.")
+    stop_token_ids: StopIds = Field(None, description="Token ids that end a response; null: the model's own.")
     min_new_tokens: int = Field(None, ge=0, description="Fewest tokens of a response.")
     custom_generate_function_path: str | None = Field(
         None, description="Function that generates a sample, by dotted path; null: Miles' own."

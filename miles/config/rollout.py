@@ -8,14 +8,20 @@ from miles.config.section import Section
 from miles.utils.errors import UserError
 
 
-def _not_empty(text: str) -> str:
-    if not text:
+def _no_empty_text(texts: list[str] | None) -> list[str] | None:
+    if texts and "" in texts:
         raise UserError("an empty text ends every response at its first token; leave it out")
-    return text
+    return texts
 
 
-StopText = Annotated[str, AfterValidator(_not_empty)]
-TokenId = Annotated[int, Field(ge=0)]
+def _no_negative_id(ids: list[int] | None) -> list[int] | None:
+    if ids and min(ids) < 0:
+        raise UserError("token ids count from 0")
+    return ids
+
+
+StopTexts = Annotated[list[str] | None, AfterValidator(_no_empty_text)]
+StopIds = Annotated[list[int] | None, AfterValidator(_no_negative_id)]
 
 
 class RolloutConfig(Section):
@@ -35,10 +41,8 @@ class RolloutConfig(Section):
     rollout_max_response_len: int | None = Field(
         None, gt=0, description="Most tokens of a response. Required where engines run."
     )
-    rollout_stop: list[StopText] | None = Field(
-        None, description="Texts that end a response; the one that came is part of it."
-    )
-    rollout_stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end a response.")
+    rollout_stop: StopTexts = Field(None, description="Texts that end a response; the one that came is part of it.")
+    rollout_stop_token_ids: StopIds = Field(None, description="Token ids that end a response.")
     rollout_skip_special_tokens: bool = Field(False, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
     sglang_router_policy: Literal["cache_aware", "power_of_two", "round_robin", "random"] | None = Field(

@@ -97,7 +97,7 @@ def test_every_setting_can_be_a_default(read):
          "--eval-config FILE: set a: min_new_tokens is True: a number is needed here, not true or false"),
         ("datasets: [{name: a, path: p, rm_type: bleu}]", "--eval-config FILE: set a: rm_type is 'bleu': input should"),
         ("datasets: [{name: a, path: p, stop: ['']}]",
-         "--eval-config FILE: set a: stop[0] is '': an empty text ends every response at its first token"),
+         "--eval-config FILE: set a: stop is ['']: an empty text ends every response at its first token"),
         ("datasets: [{name: a, path: p, stop: [1]}]", "--eval-config FILE: set a: stop[0] is 1: input should be"),
         ("datasets: [{name: a, path: p, metadata_overrides: {day: 2026-01-01}}]",
          "--eval-config FILE: set a: metadata_overrides[day] is datetime.date(2026, 1, 1): input was not a valid JSON"),

@@ -16,7 +16,7 @@ TEXTS = {
     *("rollout_external_engine_addrs", "sglang_router_ip", "session_server_ip", "opd_teacher_urls", "rm_url"),
     "generate_tool_call_parser",
     *("input_key", "label_key", "metadata_key", "tool_key", "reward_key"),
-    *("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key"),
+    *("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key", "rollout_stop"),
     # Dotted paths of functions, and names and files in turn, of which the files are made absolute.
     *(name for name in RunConfig.model_fields if name.endswith("_path") and name != "chat_template_path"),
     "eval_prompt_data",

@@ -79,7 +79,7 @@ def test_a_wrong_value_is_reported_once_and_not_what_follows_from_it(argv):
         ("num_epoch: true\n", "num_epoch is True: a number is needed here"),
         ("seed: null\n", "seed is None: input should be a valid integer"),
         ("rollout_stop_token_ids: [1, x]\n", "rollout_stop_token_ids[1] is 'x'"),
-        ("rollout_stop: [a, '']\n", "rollout_stop[1] is '': an empty text ends every response at its first token; lea"),
+        ("rollout_stop: [a, '']\n", "rollout_stop is ['a', '']: an empty text ends every response at its"),
     ],
 )
 def test_bad_yaml(argv, folder, yaml_text, expected):

@@ -41,7 +41,7 @@ CASES = {
     ],
     "_stop_ids": [
         ({"rollout_stop_token_ids": "1 260"}, "--rollout-stop-token-ids: the model has no token 260, its vocabulary"),
-        ({"rollout_stop_token_ids": "-1"}, "--rollout-stop-token-ids[0] is '-1': input should be greater than or equa"),
+        ({"rollout_stop_token_ids": "-1"}, "--rollout-stop-token-ids is ['-1']: token ids count from 0"),
     ],
 }  # fmt: skip
 
