@@ -5,8 +5,8 @@ The answer is the first that is found of, in what follows the last </think> (or 
 1. what the last \boxed or \fbox holds, if there is one: then nothing else counts;
 2. the letter after the last "answer is", "answer:" or "choice is";
 3. the last line, if it is nothing but a letter, or the only one that is a letter and its text, such as "B: Paris".
-A letter may stand in (), [], **, \text{}, \mathbf{} and the like, and be followed by a mark and its text. It must be the
-only one: "answer: A or B" and "answer: A good one" give none.
+A letter may stand in (), [], **, \text{}, \mathbf{} and the like, and be followed by a mark and its text. It must be
+the only one: "answer: A or B" and "answer: A good one" give none.
 """
 
 import re
