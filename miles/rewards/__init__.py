@@ -23,8 +23,8 @@ from miles.rewards.deepscaler import deepscaler_reward
 from miles.rewards.exact import exact_reward
 from miles.rewards.f1 import f1_reward
 from miles.rewards.gpqa import gpqa_reward
+from miles.rewards.math import boxed_math_reward, math_reward
 from miles.rewards.math import check_installed as check_math
-from miles.rewards.math import math_reward
 from miles.rewards.reasoning_gym import check_installed as check_reasoning_gym
 from miles.rewards.reasoning_gym import reasoning_gym_reward
 from miles.rewards.remote_rm import remote_reward
@@ -47,7 +47,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "remote_rm": remote_reward,
     "reasoning_gym": reasoning_gym_reward,
     "boxed_exact": boxed(exact_reward),
-    "boxed_math": boxed(math_reward),
+    "boxed_math": boxed_math_reward,
     "boxed_f1": boxed(f1_reward),
     "boxed_gpqa": boxed(gpqa_reward),
 }

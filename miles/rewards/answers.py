@@ -2,6 +2,8 @@
 
 import re
 
+from miles.utils.errors import UserError
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _END_OF_THINKING = "</think>"
@@ -38,6 +40,19 @@ def last_box(text: str) -> str | None:
         if depth == 0:
             return text[box.end() : brace.start()].strip()
     return None
+
+
+def unboxed(label: str) -> str:
+    r"""What the last box of a label holds, or all of a label without one.
+
+    Raises: ValueError if its brace is never closed.
+    """
+    if r"\boxed" not in label and r"\fbox" not in label:
+        return label
+    box = last_box(label)
+    if box is None:
+        raise UserError(f"the label {label!r} has a box without its closing brace")
+    return box
 
 
 def after_thinking(text: str) -> str | None:

@@ -7,8 +7,8 @@ import functools
 import logging
 
 from miles.config import RunConfig
-from miles.rewards.answers import after_thinking, last_box
-from miles.rewards.math import judge
+from miles.rewards.answers import after_thinking
+from miles.rewards.math import judge_box
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 async def deepscaler_reward(config: RunConfig, sample: Sample) -> float:
     r"""1.0 if the last \boxed after the last </think> has the label's value, else 0.0.
 
-    What is equal is math-verify's choice, as with --rm-type math.
+    What is equal is as with --rm-type math.
 
     Raises: ValueError if the label can't be read as mathematics; MathTimeout.
     """
@@ -25,8 +25,7 @@ async def deepscaler_reward(config: RunConfig, sample: Sample) -> float:
     if answer is None:
         _warn_of_no_thinking()
         return 0.0
-    box = last_box(answer)
-    return 0.0 if box is None else await judge(sample.label, rf"\boxed{{{box}}}")
+    return await judge_box(sample.label, answer)
 
 
 @functools.cache

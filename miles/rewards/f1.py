@@ -28,14 +28,20 @@ async def f1_reward(config: RunConfig, sample: Sample) -> float:
 
     Raises: ValueError for a label without words.
     """
-    label, response = normalize(sample.label), normalize(sample.response)
-    if not label:
-        raise UserError(f"the label {sample.label!r} has no words besides articles")
+    label, response = read_label(sample.label), normalize(sample.response)
     if label in _CLOSED or response in _CLOSED:
         return float(label == response)
     right, given = label.split(), response.split()
     shared = (Counter(right) & Counter(given)).total()
     return 2 * shared / (len(right) + len(given))
+
+
+def read_label(label: str) -> str:
+    """Its words. Raises: ValueError if it has none."""
+    words = normalize(label)
+    if not words:
+        raise UserError(f"the label {label!r} has no words besides articles")
+    return words
 
 
 def normalize(text: str) -> str:

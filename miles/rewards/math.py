@@ -12,6 +12,8 @@ import signal
 import sys
 
 from miles.config import RunConfig
+from miles.rewards.answers import last_box
+from miles.rewards.math_text import read_label
 from miles.rewards.worker_pool import WorkerEnded, WorkerPool
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -32,11 +34,23 @@ def check_installed() -> None:
 async def math_reward(config: RunConfig, sample: Sample) -> float:
     """1.0 if the last answer in the response has the label's value, 0.0 if not or if there is none.
 
-    Which answer counts and what is equal: see miles.rewards.math_worker.
+    Which answer counts: see miles.rewards.math_worker. How it and the label are read: see miles.rewards.math_text.
 
     Raises: ValueError if the label can't be read as mathematics; MathTimeout.
     """
     return await judge(sample.label, sample.response)
+
+
+async def boxed_math_reward(config: RunConfig, sample: Sample) -> float:
+    r"""`math_reward` of the last \boxed or \fbox; 0.0 without one. Raises: as `math_reward`."""
+    return await judge_box(sample.label, sample.response)
+
+
+async def judge_box(label: str, text: str) -> float:
+    """1.0 if the last box of the text has the label's value, else 0.0. Raises: as `math_reward`."""
+    read_label(label)
+    box = last_box(text)
+    return 0.0 if box is None else await judge(label, rf"\boxed{{{box}}}")
 
 
 async def judge(label: str, response: str) -> float:

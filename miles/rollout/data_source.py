@@ -127,7 +127,9 @@ class PromptDataset:
             try:
                 if isinstance(row.content, BadRow):
                     raise row.content
-                good.append((row, self._form.sample(row.content, self._template)))
+                sample = self._form.sample(row.content, self._template)
+                self._form.check_label(sample)
+                good.append((row, sample))
             except BadRow as problem:
                 problems.add(row.place, problem)
         self._tokenize([sample for _, sample in good])

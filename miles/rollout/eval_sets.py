@@ -58,6 +58,7 @@ def load_eval_sets(config: RunConfig, tokenizer: Any) -> list[EvalSet]:
 
 
 def _load(config: RunConfig, tokenizer: Any, entry: EvalSetConfig) -> EvalSet:
+    metadata = entry.metadata_overrides | ({} if entry.rm_type is None else {"rm_type": entry.rm_type})
     form = PromptFormat.from_config(
         config,
         input_key=entry.given("input_key", config.eval_input_key),
@@ -67,11 +68,13 @@ def _load(config: RunConfig, tokenizer: Any, entry: EvalSetConfig) -> EvalSet:
         form,
         tool_key=entry.given("tool_key", config.eval_tool_key),
         metadata_key=entry.given("metadata_key", config.metadata_key),
+        # Also where training has none of its own: the sets name theirs.
+        built_in_rewards=config.custom_rm_path is None,
+        metadata_overrides=metadata,
     )
     limits = [] if config.eval_max_prompt_len is None else [config.eval_max_prompt_len]
     if config.eval_max_context_len is not None:
         limits.append(config.eval_max_context_len - 1)  # room for a token
-    own_reward = {} if entry.rm_type is None else {"rm_type": entry.rm_type}
     return EvalSet(
         name=entry.name,
         prompts=PromptDataset(entry.path, tokenizer, form, min(limits, default=None)),
@@ -88,5 +91,5 @@ def _load(config: RunConfig, tokenizer: Any, entry: EvalSetConfig) -> EvalSet:
             seed=f"eval {entry.name} {config.seed}",
         ),
         generate_path=entry.given("custom_generate_function_path", config.custom_generate_function_path),
-        metadata=entry.metadata_overrides | own_reward,
+        metadata=metadata,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from miles.config import RunConfig
+from miles.rewards.labels import check_label
 from miles.rollout.chat_template import ChatTemplate, Message, normal_message
 from miles.rollout.generate_hub.tool_calls import specs_of_path
 from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
@@ -30,6 +31,9 @@ class PromptFormat:
         keep_messages: keep the messages of a rendered prompt in the sample's metadata, under "messages", for agents,
             who send them themselves.
         tools: offered to the model by the chat template where a row has none of its own.
+        built_in_rewards: whether built-in rewards score the rows, so that they must be able to use the labels.
+        rm_type: the built-in reward of rows whose metadata names none.
+        metadata_overrides: laid over each row's metadata later.
     """
 
     input_key: str = "input"
@@ -41,6 +45,9 @@ class PromptFormat:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     keep_messages: bool = False
     tools: list[dict[str, Any]] | None = None
+    built_in_rewards: bool = False
+    rm_type: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig, *, input_key: str, label_key: str | None) -> Self:
@@ -56,6 +63,8 @@ class PromptFormat:
             chat_template_kwargs=config.apply_chat_template_kwargs,
             keep_messages=config.custom_agent_function_path is not None,
             tools=specs_of_path(config),
+            built_in_rewards=config.rm_type is not None and config.custom_rm_path is None,
+            rm_type=config.rm_type,
         )
 
     @property
@@ -111,6 +120,17 @@ class PromptFormat:
                 metadata["messages"] = prompt
             prompt = _render(prompt, self.tools if tools is None else tools, template)
         return Sample(prompt=prompt, label=label, metadata=metadata)
+
+    def check_label(self, sample: Sample) -> None:
+        """Raise BadRow if the built-in reward that will score the sample can't use its label."""
+        chosen = (sample.metadata | self.metadata_overrides).get("rm_type")
+        name = self.rm_type if chosen is None else chosen
+        if not self.built_in_rewards or name is None:
+            return
+        try:
+            check_label(name, sample.label)
+        except UserError as error:
+            raise BadRow(str(error)) from error
 
     def _prompt(self, row: dict[str, Any]) -> str | list[Message]:
         key = self.input_key

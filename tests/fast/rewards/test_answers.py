@@ -4,11 +4,13 @@ import time
 
 import pytest
 
+from miles.config.reward import WITHOUT_LABEL
 from miles.rewards import BUILT_IN, compute_rewards
 from miles.rewards.answers import after_thinking, last_box
 from miles.rewards.dapo import dapo_reward, normalize
 from miles.rewards.f1 import f1_reward
 from miles.rewards.gpqa import find_choice, gpqa_reward
+from miles.rewards.labels import check_label
 from miles.utils.types import Sample
 
 
@@ -244,6 +246,17 @@ async def test_gpqa():
         ("boxed_math", "the answer is 4", "4", 0),
         ("boxed_exact", r"so \boxed{a{b}}", "a{b}", 1),
         ("boxed_exact", "a", "a", 0),
+        ("boxed_exact", r"\boxed{4}", r"\boxed{4}", 1),
+        ("boxed_exact", r"\boxed{4}", r"So it is $\boxed{4}$.", 1),
+        ("boxed_exact", r"\boxed{4}", r"\fbox{5}", 0),
+        ("boxed_f1", r"\boxed{Paris}", r"\boxed{Paris}", 1),
+        ("boxed_gpqa", r"\boxed{C}", r"\boxed{C}", 1),
+        ("boxed_math", r"\boxed{0.5}", r"\boxed{\frac12}", 1),
+        ("boxed_math", r"\boxed{x = 5 \text{ or } x = 7}", "5, 7", 1),
+        ("boxed_math", r"\boxed{5 or 7}", "7", 0),
+        ("boxed_math", r"\boxed{\frac{3}{4}", "3/4", 0),
+        ("deepscaler", r"</think>\boxed{−7}", "-7", 1),
+        ("deepscaler", r"</think>\boxed{2x}", "2", 0),
         ("boxed_f1", r"\boxed{the Paris}", "Paris", 1),
         ("boxed_gpqa", r"\boxed{C}", "C", 1),
         ("boxed_gpqa", "Answer: C", "C", 0),
@@ -254,6 +267,50 @@ async def test_boxed_and_deepscaler(engine_config, name, response, label, reward
     sample = Sample(response=response, label=label, status=Sample.Status.COMPLETED)
     counts = await compute_rewards(config, [sample])
     assert (sample.reward, counts.first_error) == (reward, None)
+
+
+UNUSABLE = {
+    "exact": ["", "  "],
+    "math": ["", "The answer is 6", "12 5", "{", "???", r"\boxed{3"],
+    "dapo": ["", "$$", r"\boxed{}"],
+    "deepscaler": ["", "June 20"],
+    "f1": ["", "the!"],
+    "gpqa": ["", "AB", "1", r"\boxed{AB}"],
+    "code": ["", "{}", "print(1)"],
+    "boxed_exact": ["", r"\boxed{}", r"\boxed{3"],
+    "boxed_math": ["", r"\boxed{}", r"\boxed{3"],
+    "boxed_f1": ["", r"\boxed{the}", r"\boxed{Paris"],
+    "boxed_gpqa": ["", r"\boxed{AB}"],
+}
+
+
+def test_every_reward_that_compares_with_labels_says_which_it_can_use():
+    assert set(UNUSABLE) | set(WITHOUT_LABEL) == set(BUILT_IN)
+    for name, labels in UNUSABLE.items():
+        for label in labels:
+            with pytest.raises(ValueError, match="label"):
+                check_label(name, label)
+        with pytest.raises(ValueError, match="the sample has none"):
+            check_label(name, None)
+    for name in WITHOUT_LABEL:
+        check_label(name, None)
+    for name in ("maths", None, ["math"]):
+        with pytest.raises(ValueError, match="it must be one of exact, math"):
+            check_label(name, "4")
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("math", ["4", "3 1/4", "6 dollars", r"\frac{1}{2}", "(1, 2]", "east", "x = 3", "#### 4", r"\boxed{4}"]),
+        ("boxed_exact", ["4", r"\boxed{4}"]),
+        ("gpqa", ["B", r"\boxed{B}"]),
+        ("dapo", ["a", "4", r"\text{east}"]),
+    ],
+)
+def test_usable_labels(name, labels):
+    for label in labels:
+        check_label(name, label)
 
 
 @pytest.mark.parametrize("name", ["exact", "dapo", "deepscaler", "f1", "gpqa", "boxed_exact", "boxed_gpqa", "boxed_f1"])

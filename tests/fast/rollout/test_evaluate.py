@@ -45,6 +45,12 @@ def evaluator_of(engine_flags, tokenizer, tmp_path):
     return build
 
 
+def test_labels_that_the_reward_of_a_set_cannot_use_are_refused(evaluator_of):
+    evaluator_of([{"name": "a", "rm_type": "gpqa", "prompts": ["A", "B"]}])
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: the label 'ab' is not the letter of a choice"):
+        evaluator_of([{"name": "a", "rm_type": "gpqa", "prompts": ["A", "ab"]}])
+
+
 class RecordingPool(FakePool):
     """Keeps the sampling parameters of each sample by prompt and index."""
 

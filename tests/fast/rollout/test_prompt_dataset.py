@@ -289,3 +289,23 @@ def test_a_large_file_is_not_held(tmp_path):
         tracemalloc.stop()
     assert data[rows - 1].prompt.startswith(f"{rows - 1} x")
     assert held < 0.05 * rows * size and peak < 30 * ROWS_AT_ONCE * size < 2 * rows * size
+
+
+def test_a_label_that_its_reward_cannot_use_is_a_bad_row(write):
+    rows = [
+        {"input": "a", "label": "3 1/4"},
+        {"input": "b", "label": "The answer is 6"},
+        {"input": "c", "label": ""},
+        {"input": "d", "label": "The answer is 6", "metadata": {"rm_type": "exact"}},
+        {"input": "e", "label": "4", "metadata": {"rm_type": "gpqa"}},
+        {"input": "f", "label": "4", "metadata": {"rm_type": "maths"}},
+    ]
+    path = write(*map(json.dumps, rows))
+    assert len(read(path)) == 6, "without a built-in reward a label is what anyone makes of it"
+    with pytest.raises(ValueError) as error:
+        read(path, built_in_rewards=True, rm_type="math")
+    places = re.findall(r"jsonl:(\d): (.{20})", str(error.value))
+    assert [line for line, _ in places] == ["2", "3", "5", "6"]
+    assert places[0][1] == "the label 'The answe" and "metadata names the reward 'maths'" in str(error.value)
+    with pytest.raises(ValueError, match=r"1 unusable row\(s\).*\n.*jsonl:3: the label '' is empty"):
+        read(path, built_in_rewards=True, metadata_overrides={"rm_type": "exact"})
