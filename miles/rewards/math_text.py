@@ -5,6 +5,7 @@ Labels and answers are read by the same rules, and only by regular expressions:
 - a number may have its digits in groups (1,234  1{,}234  7\,500  7 500), be a fraction, a mixed number (3 1/4 is 13/4),
   a percentage, of the form 3 \times 10^5 or 1e-3, a repeating decimal 0.\overline{3}, or have a scale (2 million);
 - behind a number or formula a unit is left out: \text{ cm}^2, ^\circ, or words (6 dollars, 60 miles per hour, 10cm);
+  but two well-known ones must be the same: 10 cm is not 10 m;
 - words are \text{...}, or letters alone: those are never a product, so that listen is not silent. A single letter, a
   time of day (12:30) and a number in another base (52_8) are compared as text too;
 - what mixes words and mathematics (The answer is 6), or has numbers side by side (12 5), has no sure reading;
@@ -33,11 +34,13 @@ class Number(NamedTuple):
         value: exact, of a percentage that in front of the sign.
         places: digits behind the point of a decimal; None for one without a point, or a fraction.
         percent: whether a per cent sign follows.
+        unit: what it is of, "" unless that is well known.
     """
 
     value: Fraction
     places: int | None = None
     percent: bool = False
+    unit: str = ""
 
     def equals(self, other: "Number") -> bool:
         """Whether both have one value; a percentage is 50 as well as 0.5 where the other one is none."""
@@ -57,9 +60,10 @@ class Words(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """LaTeX for math-verify."""
+    """LaTeX for math-verify, and its unit as with a number."""
 
     latex: str
+    unit: str = ""
 
 
 Reading = Number | Words | Formula
@@ -220,6 +224,24 @@ _NO_UNITS = {
     "plus",
 }
 
+# Units that are taken for one another, and a hint of which one is meant: singular.
+_KNOWN_UNITS = {
+    alias: names.split()[0]
+    for names in (
+        *(
+            "mm millimeter millimetre",
+            "cm centimeter centimetre",
+            "dm",
+            "m meter metre",
+            "km kilometer kilometre kmh kph",
+        ),
+        *("inch inche in", "foot feet ft", "yard yd", "mile mi mph", "mg milligram", "g gram gm", "kg kilogram"),
+        *("pound lb", "ounce oz", "second sec s", "minute min", "hour hr h", "day", "week", "month", "year", "cent"),
+        *("dollar", "ml milliliter millilitre", "liter litre l", "gallon gal", "degree", "radian rad"),
+    )
+    for alias in names.split()
+}
+
 _RUN = re.compile(rf"(?<!\\)(?<!\\{_LETTER})(?<!{_LETTER}){_LETTER}+")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _OPERATORS = set("+-*/=<>^_|!\\")
@@ -246,10 +268,13 @@ def read(text: str) -> Reading | None:
         return read(text[named.end() :])
     if _is_words(text):
         return _words(text)
-    front = _without_unit(text)
+    front, unit = _without_unit(text)
     if front is None:
         return None
-    return read_number(front) or (Formula(front) if _is_formula(front) else None)
+    number = read_number(front)
+    if number is not None:
+        return number._replace(unit=unit)
+    return Formula(front, unit) if _is_formula(front) else None
 
 
 def read_label(label: str) -> Reading:
@@ -322,16 +347,22 @@ def _is_words(text: str) -> bool:
     return len(plain.strip("()[]. ")) == 1 or any(len(run) > 1 and run not in _JOINS for run in runs)
 
 
-def _without_unit(text: str) -> str | None:
-    """The text in front of its unit, all of it without one; None where what follows a number is no unit."""
+def _without_unit(text: str) -> tuple[str | None, str]:
+    """The text in front of its unit, all of it without one, and the unit if it is well known.
+
+    The text is None where what follows a number is no unit.
+    """
     for unit in _UNIT.finditer(text):
         if unit.end() != len(text) or unit.start() == unit.end():
             continue
         words = re.findall(rf"{_LETTER}+", _COMMAND.sub("", unit["words"] or "").lower())
         if words and words[0] in _JOINS:
             continue
-        return None if _NO_UNITS & set(words) else text[: unit.start()].strip()
-    return text
+        known = [
+            _KNOWN_UNITS[name] for name in (word.removesuffix("s") or "s" for word in words) if name in _KNOWN_UNITS
+        ]
+        return None if _NO_UNITS & set(words) else text[: unit.start()].strip(), known[0] if known else ""
+    return text, ""
 
 
 def _is_formula(text: str) -> bool:

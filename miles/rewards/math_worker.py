@@ -126,7 +126,7 @@ def _candidate(text: str) -> str | None:
             return formulas[-1]
         if numbers:
             return _whole(tail, numbers[0])
-    last_side = _EQUALS.split(text.rstrip().rpartition("\n")[2])[-1]
+    last_side = _EQUALS.split(text.rstrip().rpartition("\n")[2].lstrip(" \t#>*•→"))[-1]
     if len(last_side) <= LONGEST_LINE and not _WORD_OR_FORMULA.search(last_side) and re.search(r"\w", last_side):
         return last_side
     if formulas := _formulas(text):
@@ -202,6 +202,8 @@ def read_label(label: str) -> Reading:
 
 @functools.lru_cache(maxsize=1024)
 def _equal(gold: Number | Formula, answer: Number | Formula) -> bool:
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
     if isinstance(gold, Number) and isinstance(answer, Number):
         return gold.equals(answer)
     values = parsed(answer)
