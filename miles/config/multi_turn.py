@@ -18,12 +18,14 @@ class MultiTurnConfig(Section):
         None, description="How calls stand in the text: a name that SGLang's --tool-call-parser knows, such as qwen25."
     )
     generate_execute_tool_function_path: str | None = Field(
-        None, description="Executes a call: async (name, arguments, sample) by dotted path, for the text of its result."
+        None,
+        description="Executes a call: (name, arguments, sample) by dotted path, async or not, for the text of its "
+        "result.",
     )
     custom_agent_function_path: str | None = Field(
         None,
-        description="An agent: async (base_url, prompt, request_kwargs, metadata) by dotted path. It talks to the "
-        "model at base_url, an OpenAI-compatible endpoint; a dict that it returns goes into the samples' metadata.",
+        description="An agent: (base_url, prompt, request_kwargs, metadata) by dotted path, async or not. It talks to "
+        "the model at base_url, an OpenAI-compatible endpoint; a dict that it returns goes into the samples' metadata.",
     )
     session_server_ip: str = Field("127.0.0.1", description="Address that the endpoint for agents listens on.")
     session_server_port: int | None = Field(

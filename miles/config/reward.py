@@ -50,8 +50,8 @@ class RewardConfig(Section):
     rm_max_concurrency: int = Field(64, gt=0, description="Requests of remote_rm in flight at most.")
     custom_rm_path: str | None = Field(
         None,
-        description="Your own reward instead, by dotted path: an async function of (config, sample) that returns a "
-        "number, a dict of numbers, or None to abstain.",
+        description="Your own reward instead, by dotted path: a function of (config, sample), async or not, that "
+        "returns a number, a dict of numbers, or None to abstain.",
     )
     group_rm: bool = Field(
         False,

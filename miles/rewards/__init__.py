@@ -30,7 +30,9 @@ from miles.rewards.reasoning_gym import reasoning_gym_reward
 from miles.rewards.remote_rm import remote_reward
 from miles.rewards.sandbox import check_sandbox
 from miles.utils.errors import UserError
+from miles.utils.json_values import as_json, json_entries, scalar
 from miles.utils.types import Sample
+from miles.utils.user_code import described
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ _NEEDS: dict[str, Callable[[], None]] = {
     "reasoning_gym": check_reasoning_gym,
 }
 
-_logged_errors: set[type[Exception]] = set()
+_logged_errors: set[type[BaseException]] = set()
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluatio
     """Set `reward` of every sample, all at once: a float, or None where the reward abstained or failed.
 
     A dict is kept as `metadata["reward"]` and reduced to its entry `config.reward_key`, with `evaluation` to
-    `config.eval_reward_key`; bool and numpy scalars become floats. NaN, infinity, another type, an exception and a
-    timeout are errors; the first of each type is logged with its traceback, once in a process. With --group-rm an
-    exception is the error of the whole group.
+    `config.eval_reward_key`; bool and numpy scalars become floats. NaN, infinity, another type, what JSON can't hold,
+    an exception and a timeout are errors; the first of each type is logged with its traceback, once in a process. With
+    --group-rm an exception is the error of the whole group.
     """
     # Evaluation without a reward of the run's own has sets that each name theirs.
     reward_function = _built_in_reward if evaluation and not has_reward(config) else load_reward(config)
@@ -122,9 +124,10 @@ async def compute_rewards(config: RunConfig, samples: list[Sample], *, evaluatio
     errors = []
     for sample, outcome in zip(samples, outcomes, strict=True):
         if isinstance(outcome, Exception):
-            errors.append(f"sample {sample.index} of group {sample.group_index}: {type(outcome).__name__}: {outcome}")
-            if type(outcome) not in _logged_errors:
-                _logged_errors.add(type(outcome))
+            errors.append(f"sample {sample.index} of group {sample.group_index}: {described(outcome)}")
+            kind = type(outcome.__cause__ or outcome)
+            if kind not in _logged_errors:
+                _logged_errors.add(kind)
                 logger.warning("the reward failed for %s; more like it are only counted", errors[-1], exc_info=outcome)
             outcome = None
         sample.reward = outcome
@@ -174,6 +177,7 @@ async def _values(reward_function: Callable[..., Awaitable[Any]], config: RunCon
         if not config.group_rm:
             return [await reward_function(config, *group)]
         values = await reward_function(config, group)
+        values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
         if not isinstance(values, list | tuple) or len(values) != len(group):
             got = f"{len(values)}" if isinstance(values, list | tuple) else f"{values!r} ({type(values).__name__})"
             raise TypeError(f"a group reward must return a list of {len(group)} rewards, one a sample; it is {got}")
@@ -184,14 +188,15 @@ async def _values(reward_function: Callable[..., Awaitable[Any]], config: RunCon
 
 
 def _outcome(sample: Sample, value: Any, key: str | None, flag: str) -> float | None | Exception:
+    # A reward of the user's may have written into the metadata, too.
+    sample.metadata, problem = json_entries(sample.metadata, "metadata")
     if isinstance(value, Exception):
         return value
-    if isinstance(value, dict):
-        # Without numpy's scalars: metadata is written as JSON.
-        sample.metadata["reward"] = {
-            name: part.item() if hasattr(part, "item") else part for name, part in value.items()
-        }
     try:
+        if isinstance(value, dict):
+            sample.metadata["reward"] = as_json(value, "the reward")
+        if problem is not None:
+            raise UserError(problem)
         return _as_float(value, key, flag)
     except (TypeError, ValueError) as error:
         return error
@@ -205,8 +210,7 @@ def _as_float(value: Any, key: str | None, flag: str) -> float | None:
         value = value[key]
     if value is None:
         return None
-    if hasattr(value, "item"):  # numpy and torch scalars
-        value = value.item()
+    value = scalar(value)
     if not isinstance(value, Real):
         raise TypeError(
             f"a reward must be a number, a dict of numbers or None; it is {value!r} ({type(value).__name__})"

@@ -8,17 +8,19 @@ import pickle
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from miles.config import RunConfig
 from miles.config.paths import split_slice
 from miles.rollout.data_order import epoch_order, prompts_per_epoch
+from miles.rollout.hook_results import check_sample, groups_in
 from miles.rollout.prompt_file import ROWS_AT_ONCE, BadRow, Problems, Row, open_prompt_file
 from miles.rollout.prompt_format import PromptFormat
-from miles.utils.dotted_path import load_class, named_errors
+from miles.utils.dotted_path import load_class
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+from miles.utils.user_code import named_errors
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +309,14 @@ def load_data_source(config: RunConfig, tokenizer: Any) -> DataSource:
     if config.data_source_path is None:
         return RolloutDataSource(config, tokenizer)
     source = load_class("--data-source-path", config.data_source_path, DataSource, "config", "tokenizer")
-    return source(config, tokenizer)
+    with errors_of_source(config):
+        return source(config, tokenizer)
+
+
+def errors_of_source(config: RunConfig) -> AbstractContextManager[None]:
+    """Around a call of a data source: one of the user's is foreign code (`miles.utils.user_code.named_errors`)."""
+    path = config.data_source_path
+    return nullcontext() if path is None else named_errors(f"--data-source-path {path}")
 
 
 def take_groups(config: RunConfig, data: DataSource, num_groups: int) -> list[list[Sample]]:
@@ -317,10 +326,13 @@ def take_groups(config: RunConfig, data: DataSource, num_groups: int) -> list[li
         ValueError: they are not num_groups groups of n_samples_per_prompt pending samples with tokens, an index and one
             group_index a group.
     """
-    own = config.data_source_path is None
-    with nullcontext() if own else named_errors("--data-source-path"):
-        groups = data.get_samples(num_groups)
     name = f"{type(data).__name__}.get_samples"
+    with errors_of_source(config):
+        groups = data.get_samples(num_groups)
+    if config.data_source_path is not None:
+        groups = groups_in(name, groups)
+        for sample in itertools.chain.from_iterable(groups):
+            check_sample(name, sample)
     sizes = [len(group) for group in groups]
     if sizes != [config.n_samples_per_prompt] * num_groups:
         raise UserError(

@@ -11,6 +11,7 @@ from miles.rollout.data_source import PromptDataset
 from miles.rollout.generate import Sampling
 from miles.rollout.prompt_format import PromptFormat
 from miles.utils.errors import UserError
+from miles.utils.json_values import as_json
 from miles.utils.types import Sample
 
 
@@ -58,7 +59,9 @@ def load_eval_sets(config: RunConfig, tokenizer: Any) -> list[EvalSet]:
 
 
 def _load(config: RunConfig, tokenizer: Any, entry: EvalSetConfig) -> EvalSet:
-    metadata = entry.metadata_overrides | ({} if entry.rm_type is None else {"rm_type": entry.rm_type})
+    metadata = as_json(entry.metadata_overrides, f"evaluation set {entry.name}: metadata_overrides") | (
+        {} if entry.rm_type is None else {"rm_type": entry.rm_type}
+    )
     form = PromptFormat.from_config(
         config,
         input_key=entry.given("input_key", config.eval_input_key),

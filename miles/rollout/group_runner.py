@@ -17,6 +17,7 @@ from miles.rollout.sample_buffer import ASKED, Group, as_asked, trajectories
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+from miles.utils.user_code import described
 
 logger = logging.getLogger(__name__)
 
@@ -177,16 +178,11 @@ class GroupRunner:
             with self._pool.active(should_stop):
                 # A copy, so that the group can be saved, and the sample be asked again, whatever becomes of it.
                 pieces = await generate_pieces(self._hooks.generate, self._config, copy.deepcopy(asked), parameters)
-        except EnginesLost:
-            raise
-        except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
-                raise
-            self._failed(member, "the generate function was cancelled from within")
-            return
         # A generate function is foreign code: what it raises is counted, and stops the run above a bound.
         except Exception as error:
-            self._failed(member, f"{type(error).__name__}: {error}", error)
+            if isinstance(lost := error.__cause__, EnginesLost):
+                raise lost from None
+            self._failed(member, described(error), error)
             return
         statuses = {piece.status for piece in pieces}
         if Sample.Status.FAILED in statuses:

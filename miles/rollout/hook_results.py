@@ -1,21 +1,16 @@
 """What functions of the user's own must return: each check raises ValueError that names the flag and what came."""
 
-import json
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any
 
 from miles.utils.errors import UserError
+from miles.utils.json_values import as_json, scalar, shown
 from miles.utils.types import Sample
 
 FINISHED = frozenset((Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
-
-
-def shown(value: Any) -> str:
-    """A value and its type, as messages show them."""
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
 def samples_in(flag: str, what: str, samples: Any) -> list[Sample]:
@@ -49,17 +44,39 @@ def check_finished(flag: str, samples: Sequence[Sample]) -> None:
 
 
 def check_sample(flag: str, sample: Sample) -> None:
-    """It agrees with itself, its reward (a float afterwards) is a finite number or None, and its metadata is JSON's."""
+    """It agrees with itself, its reward is a finite number or None, and all of it can be saved.
+
+    Numpy's and torch's numbers and arrays in it become Python's.
+    """
+    name = _name(sample)
+    for field in dataclasses.fields(sample):
+        if field.name not in ("reward", "status"):
+            setattr(sample, field.name, as_json(getattr(sample, field.name), f"{flag}: {field.name} of {name}"))
+    if sample.status not in list(Sample.Status):
+        raise UserError(
+            f"{flag}: the status of {name} is {shown(sample.status)}; it must be one of {', '.join(Sample.Status)}"
+        )
+    sample.status = Sample.Status(sample.status)
     sample.validate()
-    name = f"sample {sample.index} of group {sample.group_index}"
-    reward = sample.reward.item() if hasattr(sample.reward, "item") else sample.reward  # numpy and torch scalars
+    _check_reward(flag, sample)
+
+
+def check_annotations(flag: str, samples: Iterable[Sample]) -> None:
+    """`check_sample` of what a function that looks at finished samples may write down: metadata and rewards."""
+    for sample in samples:
+        sample.metadata = as_json(sample.metadata, f"{flag}: metadata of {_name(sample)}")
+        _check_reward(flag, sample)
+
+
+def _check_reward(flag: str, sample: Sample) -> None:
+    reward = scalar(sample.reward)
     if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
-        raise UserError(f"{flag}: the reward of {name} is {shown(reward)}; it must be a finite number or None")
+        raise UserError(f"{flag}: the reward of {_name(sample)} is {shown(reward)}; it must be a finite number or None")
     sample.reward = None if reward is None else float(reward)
-    try:
-        json.dumps(sample.metadata)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{flag}: the metadata of {name} must hold what JSON can, to be saved: {error}") from error
+
+
+def _name(sample: Sample) -> str:
+    return f"sample {sample.index} of group {sample.group_index}"
 
 
 def check_members(flag: str, groups: Sequence[Sequence[Sample]], size: int) -> None:
@@ -93,10 +110,11 @@ def metrics_in(flag: str, metrics: Any) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping):
         raise UserError(f"{flag} returned metrics {shown(metrics)}; they must be a dict of numbers by name")
-    for name, value in metrics.items():
+    numbers = {name: scalar(value) for name, value in metrics.items()}
+    for name, value in numbers.items():
         if not isinstance(name, str) or not isinstance(value, Real):
             raise UserError(f"{flag} returned the metric {name!r}: {shown(value)}; it must be a number under a name")
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def rewards_in(flag: str, kind: str, values: Any, samples: Sequence[Sample]) -> list[float | None]:
@@ -113,6 +131,7 @@ def rewards_in(flag: str, kind: str, values: Any, samples: Sequence[Sample]) -> 
 
 def leaves_out(flag: str, result: Any) -> bool:
     """Whether a log function wants Miles' own metrics left out; nothing and False are no."""
+    result = scalar(result)
     if result is not None and not isinstance(result, bool):
         raise UserError(f"{flag} returned {shown(result)}; it must return True to leave out Miles' own metrics")
     return bool(result)

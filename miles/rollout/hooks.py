@@ -1,12 +1,11 @@
 """Functions of the user's own around a rollout: loaded and checked once, called with what they return checked.
 
-Foreign code raises and returns anything. Each function here calls one hook, raises RuntimeError that names its flag
-where it fails and ValueError where its result is not what it must be, and does what Miles does by itself where there is
-no hook.
+Foreign code raises and returns anything. Each function here calls one hook, raises FunctionFailed that names its flag
+and path where it fails and ValueError where its result, or what it wrote into samples, is not what it must be, and does
+what Miles does by itself where there is no hook.
 """
 
-import asyncio
-import inspect
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from miles.config.names import flag_of
 from miles.rollout.base_types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles.rollout.generate_hub import CHECKS
 from miles.rollout.hook_results import (
+    check_annotations,
     check_finished,
     check_members,
     check_sample,
@@ -24,14 +24,15 @@ from miles.rollout.hook_results import (
     metrics_in,
     rewards_in,
     samples_in,
-    shown,
 )
 from miles.rollout.train_data import batch_from
 from miles.training.advantages import counted_rewards, shape_rewards
 from miles.training.batch import TrainBatch
+from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import load_data_postprocess
-from miles.utils.dotted_path import load_function, named_errors
+from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
+from miles.utils.json_values import scalar, shown
 from miles.utils.types import Sample
 
 Groups = list[list[Sample]]
@@ -68,8 +69,13 @@ def load_hooks(config: RunConfig) -> Hooks:
     ) -> Callable[..., Any] | None:
         return None if path is None else load_function(flag_of(field), path, *parameters, is_async=is_async)
 
-    if config.rollout_data_postprocess_path is not None:
-        load_data_postprocess(config.rollout_data_postprocess_path)
+    for path, load_in_trainer in (
+        (config.rollout_data_postprocess_path, load_data_postprocess),
+        (config.custom_loss_function_path, load_custom_loss),
+        (config.custom_tis_function_path, load_custom_tis),
+    ):
+        if path is not None:
+            load_in_trainer(path)
     whole = ("config", "rollout_id", "data_source", "evaluation=")
     generate = config.custom_generate_function_path
     return Hooks(
@@ -125,13 +131,11 @@ def load_generate(config: RunConfig, path: str, flag: str = "--custom-generate-f
 async def run_rollout(hooks: Hooks, config: RunConfig, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     """`hooks.rollout`'s rollout, its samples as lists; it may also return the groups alone.
 
-    An async function runs in this event loop, another in a thread.
-
     Raises:
         ValueError: it is not rollout_batch_size groups of n_samples_per_prompt trajectories, finished and consistent.
     """
     flag = flag_of("rollout_function_path")
-    result = await _whole(flag, hooks.rollout, config, rollout_id, data_source, evaluation=False)
+    result = await hooks.rollout(config, rollout_id, data_source, evaluation=False)
     if isinstance(result, list | tuple):
         result = RolloutFnTrainOutput(result)
     if not isinstance(result, RolloutFnTrainOutput):
@@ -154,7 +158,7 @@ async def run_eval(hooks: Hooks, config: RunConfig, rollout_id: int, data_source
         ValueError: it is no RolloutFnEvalOutput with at least one finished sample for each name.
     """
     flag = flag_of("eval_function_path")
-    result = await _whole(flag, hooks.eval, config, rollout_id, data_source, evaluation=True)
+    result = await hooks.eval(config, rollout_id, data_source, evaluation=True)
     if not isinstance(result, RolloutFnEvalOutput):
         raise UserError(f"{flag} returned {shown(result)}; it must return a RolloutFnEvalOutput")
     if not isinstance(result.data, Mapping):
@@ -164,13 +168,6 @@ async def run_eval(hooks: Hooks, config: RunConfig, rollout_id: int, data_source
         data[name] = samples_in(flag, f"evaluation set {name!r}", samples)
         check_finished(flag, data[name])
     return RolloutFnEvalOutput(data, metrics_in(flag, result.metrics))
-
-
-async def _whole(flag: str, function: Callable[..., Any], *arguments: Any, evaluation: bool) -> Any:
-    with named_errors(flag):
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments, evaluation=evaluation)
-        return await asyncio.to_thread(function, *arguments, evaluation=evaluation)
 
 
 # One sample, one group
@@ -210,10 +207,10 @@ def keep_group(hooks: Hooks, config: RunConfig, group: Sequence[Sample]) -> Dyna
     if hooks.dynamic_filter is None:
         return DynamicFilterOutput(True)
     flag = flag_of("dynamic_sampling_filter_path")
-    with named_errors(flag):
-        result = hooks.dynamic_filter(config, list(group))
+    result = hooks.dynamic_filter(config, list(group))
+    check_annotations(flag, group)
     keep, reason = (result.keep, result.reason) if isinstance(result, DynamicFilterOutput) else (result, None)
-    keep = keep.item() if hasattr(keep, "item") else keep  # numpy and torch scalars
+    keep = scalar(keep)
     if not isinstance(keep, bool):
         raise UserError(
             f"{flag} returned {shown(result)}; it must return a DynamicFilterOutput, or True to keep the group"
@@ -237,8 +234,8 @@ def take_from_buffer(
         del buffer[:num_groups]
         return taken, []
     flag, before = flag_of("buffer_filter_path"), list(buffer)
-    with named_errors(flag):
-        result = hooks.buffer_filter(config, rollout_id, buffer, num_groups)
+    result = hooks.buffer_filter(config, rollout_id, buffer, num_groups)
+    check_annotations(flag, itertools.chain.from_iterable(before))
     if not isinstance(result, list | tuple):
         raise UserError(f"{flag} returned {shown(result)}; it must return a list of groups of the buffer")
     known, left, taken = ({id(group) for group in groups} for groups in (before, buffer, result))
@@ -266,8 +263,8 @@ def filter_samples(hooks: Hooks, config: RunConfig, groups: Sequence[Sequence[Sa
     if hooks.sample_filter is None:
         return
     flag = flag_of("rollout_sample_filter_path")
-    with named_errors(flag):
-        result = hooks.sample_filter(config, [list(group) for group in groups])
+    result = hooks.sample_filter(config, [list(group) for group in groups])
+    check_annotations(flag, itertools.chain.from_iterable(groups))
     if result is not None:
         raise UserError(
             f"{flag} returned {shown(result)}; it must return nothing, and set "
@@ -278,8 +275,8 @@ def filter_samples(hooks: Hooks, config: RunConfig, groups: Sequence[Sequence[Sa
 def show_all_samples(hooks: Hooks, config: RunConfig, groups: Sequence[Sequence[Sample]], data_source: Any) -> None:
     """Show all finished groups of a rollout, those that a filter refused too, to the all-samples function."""
     if hooks.all_samples is not None:
-        with named_errors(flag_of("rollout_all_samples_process_path")):
-            hooks.all_samples(config, [list(group) for group in groups], data_source)
+        hooks.all_samples(config, [list(group) for group in groups], data_source)
+        check_annotations(flag_of("rollout_all_samples_process_path"), itertools.chain.from_iterable(groups))
 
 
 def shaped_rewards(
@@ -302,8 +299,7 @@ def shaped_rewards(
         )
         return raw, shaped.tolist()
     flag = flag_of("custom_reward_post_process_path")
-    with named_errors(flag):
-        result = hooks.reward_post_process(config, list(samples))
+    result = hooks.reward_post_process(config, list(samples))
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UserError(f"{flag} returned {shown(result)}; it must return two lists: raw and shaped rewards")
     raw, shaped = (
@@ -337,8 +333,7 @@ def train_batch(
         )
     if hooks.convert is not None:
         flag = flag_of("custom_convert_samples_to_train_data_path")
-        with named_errors(flag):
-            data = hooks.convert(config, list(samples))
+        data = hooks.convert(config, list(samples))
         return batch_from(flag, data, samples, rewarded=rewards is not None)
     batch = TrainBatch.from_samples(samples, rewards)
     if raw is not None:
@@ -358,8 +353,7 @@ def log_rollout(
     if hooks.log_rollout is None:
         return False
     flag = flag_of("custom_rollout_log_function_path")
-    with named_errors(flag):
-        result = hooks.log_rollout(rollout_id, config, list(samples), dict(metrics), seconds)
+    result = hooks.log_rollout(rollout_id, config, list(samples), dict(metrics), seconds)
     return leaves_out(flag, result)
 
 
@@ -374,6 +368,5 @@ def log_eval(
     if hooks.log_eval is None:
         return False
     flag = flag_of("custom_eval_rollout_log_function_path")
-    with named_errors(flag):
-        result = hooks.log_eval(rollout_id, config, {name: list(part) for name, part in data.items()}, dict(metrics))
+    result = hooks.log_eval(rollout_id, config, {name: list(part) for name, part in data.items()}, dict(metrics))
     return leaves_out(flag, result)

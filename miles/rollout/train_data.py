@@ -6,9 +6,9 @@ from math import isnan
 from typing import Any
 
 from miles.config.names import nearest
-from miles.rollout.hook_results import shown
 from miles.training.batch import TrainBatch
 from miles.utils.errors import UserError
+from miles.utils.json_values import shown
 from miles.utils.types import Sample
 
 REQUIRED = ("tokens", "response_lengths", "loss_masks", "sample_indices")

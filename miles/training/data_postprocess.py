@@ -25,7 +25,7 @@ import torch
 from miles.config import RunConfig
 from miles.training.batch import TrainBatch
 from miles.training.rollout_columns import trainable
-from miles.utils.dotted_path import load_function, named_errors
+from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
 
 FLAG = "--rollout-data-postprocess-path"
@@ -48,8 +48,7 @@ def postprocessed(
     if config.rollout_data_postprocess_path is None:
         return {}
     function = load_data_postprocess(config.rollout_data_postprocess_path)
-    with named_errors(FLAG):
-        changed = function(config, rollout_id, batch, {name: values.clone() for name, values in columns.items()})
+    changed = function(config, rollout_id, batch, {name: values.clone() for name, values in columns.items()})
     if changed is None:
         return {}
     if not isinstance(changed, Mapping):

@@ -3,22 +3,33 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from miles.utils.errors import UserError
+from miles.utils.user_code import guarded
+
+# By module, the flag and path of each thing in it that was loaded.
+_LOADED: dict[str, set[str]] = {}
 
 
 @functools.cache
-def load_function(flag: str, path: str, *parameters: str, is_async: bool | None = False) -> Callable[..., Any]:
+def load_function(
+    flag: str, path: str, *parameters: str, is_async: bool | None = False, limit_s: float | None = None
+) -> Callable[..., Any]:
     """Import the function at a dotted path and check that it can be called.
+
+    Calls of what is returned fail with FunctionFailed, that has flag and path (`miles.utils.user_code.guarded`).
 
     Args:
         flag: the flag that names it, for messages.
         path: package.module.function.
         *parameters: what it will be called with, in this order and without keywords; `name=` for one by keyword.
-        is_async: whether it must be an `async def`, or must not; None: it may be either.
+        is_async: whether it must be an `async def`, or must not; None: it may be either, and is awaited: a plain one
+            runs in a thread.
+        limit_s: seconds that a call which is awaited may take.
 
     Raises:
         ValueError: it can't be imported, is of the other kind, or doesn't take these parameters.
@@ -33,7 +44,7 @@ def load_function(flag: str, path: str, *parameters: str, is_async: bool | None 
         must = "must be an async function: async def" if is_async else "must not be an async function: def"
         raise UserError(f"{flag} {path} {must} {name}{wanted}")
     _check_takes(flag, path, function, parameters)
-    return function
+    return guarded(f"{flag} {path}", function, in_thread=is_async is None, limit_s=limit_s)
 
 
 @functools.cache
@@ -62,25 +73,52 @@ def load_object(flag: str, path: str) -> Any:
     """Import whatever stands at a dotted path; ValueError if it can't be imported."""
     module_name, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{flag} {path}: can't be imported ({error}); give package.module.name") from error
+        found = getattr(importlib.import_module(module_name), name)
+    # A module of the user's may raise anything, and end the process, as it is imported.
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{flag} {path}: can't be imported ({_reason(error)}); give package.module.name") from error
+    # A package may only hand on what another module holds.
+    for module in {module_name, getattr(found, "__module__", module_name)}:
+        _LOADED.setdefault(module, set()).add(f"{flag} {path}")
+    return found
 
 
-@contextmanager
-def named_errors(flag: str) -> Iterator[None]:
-    """Around a call of the user's function that `flag` names: what it raises becomes the cause of a RuntimeError."""
-    try:
-        yield
-    # Foreign code raises anything, and a ValueError of its own is no message of Miles about a flag.
-    except Exception as error:
-        raise RuntimeError(f"what {flag} names failed: {type(error).__name__}: {error}") from error
+def loaded_in(frame: FrameType | None) -> str | None:
+    """Flag and path of what the innermost frame of a user's module, from `frame` outwards, is of; None: there is none.
+
+    Of several that were loaded from that module all are named, unless one of them is on the stack itself.
+    """
+    named: set[str] = set()
+    while frame is not None:
+        loaded = _LOADED.get(frame.f_globals.get("__name__", ""), set())
+        own = frame.f_code.co_qualname.partition(".")[0]
+        if exact := {name for name in loaded if name.rpartition(".")[2] == own}:
+            named = exact
+            break
+        named = named or loaded
+        frame = frame.f_back
+    return ", ".join(sorted(named)) or None
+
+
+def _reason(error: BaseException) -> str:
+    """What an import failed of: with the line of the module that is to blame, unless something is only not there."""
+    if isinstance(error, ImportError | AttributeError) or not str(error).strip():
+        text = str(error) or type(error).__name__
+    else:
+        text = f"{type(error).__name__}: {error}"
+    places = [place for place in traceback.extract_tb(error.__traceback__) if "importlib" not in place.filename]
+    if len(places) < 2 or isinstance(error, SyntaxError):  # it failed here; a SyntaxError names its own line
+        return text
+    return f"{text}; {places[-1].filename}:{places[-1].lineno}"
 
 
 def _check_takes(flag: str, path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
     wanted = f"({', '.join(parameters)})"
     by_keyword = {name.removesuffix("=") for name in parameters if name.endswith("=")}
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise UserError(f"{flag} {path}: {error}; give a function of Python that takes {wanted}") from error
     try:
         signature.bind(*(name for name in parameters if not name.endswith("=")), **dict.fromkeys(by_keyword))
     except TypeError as error:

@@ -22,7 +22,7 @@ from miles.residency.policy import policy_of
 from miles.rewards import load_reward
 from miles.rollout import sessions
 from miles.rollout.collector import Collected, Collector
-from miles.rollout.data_source import load_data_source, take_groups
+from miles.rollout.data_source import errors_of_source, load_data_source, take_groups
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.evaluate import Evaluator, evaluation_metrics
 from miles.rollout.group_runner import GroupRunner
@@ -33,6 +33,8 @@ from miles.rollout.teacher import Teacher
 from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.garbage import collect_rarely
+from miles.utils.json_values import as_json
+from miles.utils.loop_watch import LoopWatch
 from miles.utils.types import Sample
 
 Groups = Sequence[Sequence[Sample]]
@@ -71,6 +73,7 @@ class RolloutManager:
         self._collector: Collector | None = None
         # When the last batch of --fully-async was taken, or its generation began.
         self._taken: float | None = None
+        self._watch: LoopWatch | None = None
         # One step ahead: the rollout that was begun last, and the state from before it.
         self._before: tuple[int, dict[str, Any]] | None = None
 
@@ -81,6 +84,7 @@ class RolloutManager:
         Where their memory may move, its size is asked for, too.
         """
         config, engines = self._config, self._engines
+        self._watch = LoopWatch()
         try:
             if self._teacher is not None:
                 await self._teacher.check(self._longest_sample())
@@ -121,7 +125,9 @@ class RolloutManager:
         Raises:
             ValueError: there is nothing to train in that many rollouts.
         """
-        return with_num_rollout(self._config, len(self._data))
+        with errors_of_source(self._config):
+            prompts = len(self._data)
+        return with_num_rollout(self._config, prompts)
 
     async def generate(self, rollout_id: int) -> RolloutResult:
         """Make the training data of one rollout; with --fully-async, take it from what is generated all the time.
@@ -303,7 +309,8 @@ class RolloutManager:
             ValueError: the prompts are not those of the saved run, or a file is broken.
         """
         state, version = read_state(folder)
-        self._data.load_state_dict(state["data"])
+        with errors_of_source(self._config):
+            self._data.load_state_dict(state["data"])
         if self._collector is not None and state["collector"] is not None:
             self._collector.load_state_dict(state["collector"])
         return version
@@ -311,8 +318,10 @@ class RolloutManager:
     def _state(self) -> dict[str, Any]:
         """Both at one moment: a prompt is either still to come, or the collector has it."""
         collector = None if self._collector is None else self._collector.state_dict()
-        # A copy: a source of the user's may go on changing what it hands out.
-        return {"data": copy.deepcopy(self._data.state_dict()), "collector": collector}
+        with errors_of_source(self._config):
+            # A copy: a source of the user's may go on changing what it hands out.
+            data = copy.deepcopy(self._data.state_dict())
+        return {"data": as_json(data, "what state_dict of the data source returned"), "collector": collector}
 
     async def dispose(self) -> None:
         """Stop generating, close connections and end the servers that Miles started. A second call does nothing."""
@@ -323,11 +332,14 @@ class RolloutManager:
         if self._teacher is not None:
             await self._teacher.close()
         await self._engines.close()
+        if self._watch is not None:
+            self._watch.close()
 
     def _longest_sample(self) -> int:
         """Tokens of prompt and response that a sample may have."""
         config = self._config
-        longest = self._data.longest_prompt + config.rollout_max_response_len
+        with errors_of_source(config):
+            longest = self._data.longest_prompt + config.rollout_max_response_len
         if self._hooks.generate is not None:
             # What tools say comes on top of the response.
             return config.rollout_max_context_len or longest

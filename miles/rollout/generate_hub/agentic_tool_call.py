@@ -5,7 +5,6 @@ Chosen by `--custom-generate-function-path miles.rollout.generate_hub.agentic_to
 
 import asyncio
 import copy
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +21,7 @@ from miles.rollout.generate_hub.tool_calls import CallParser
 from miles.rollout.sessions import Session, check_address, server_of
 from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
+from miles.utils.json_values import as_json, shown
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _load_agent(config: RunConfig) -> Agent:
     path = config.custom_agent_function_path
     if path is None:
         raise UserError(f"{FLAG} is not given: there is no agent to run")
-    return load_function(FLAG, path, "base_url", "prompt", "request_kwargs", "metadata", is_async=True)
+    return load_function(FLAG, path, "base_url", "prompt", "request_kwargs", "metadata", is_async=None)
 
 
 async def _end_of_rollout(pool: EnginePool, should_stop: Callable[[], bool]) -> None:
@@ -101,7 +101,7 @@ async def _end_of_rollout(pool: EnginePool, should_stop: Callable[[], bool]) -> 
 
 
 def _samples(sample: Sample, session: Session, work: asyncio.Task[dict[str, Any] | None]) -> list[Sample]:
-    error = RuntimeError("the agent cancelled itself") if work.cancelled() else work.exception()
+    error = work.exception()
     if error is not None and not (session.exhausted and session.pieces):
         if session.error is not None:
             raise session.error from error  # what the engines said tells more than what the agent made of it
@@ -120,14 +120,6 @@ def _samples(sample: Sample, session: Session, work: asyncio.Task[dict[str, Any]
 def _metadata(returned: Any) -> dict[str, Any]:
     if returned is None:
         return {}
-    try:
-        if isinstance(returned, dict):
-            json.dumps(returned)
-            return returned
-        problem = f"it is of type {type(returned).__name__}"
-    except (TypeError, ValueError) as error:
-        problem = str(error)
-    raise UserError(
-        f"{FLAG} returned {returned!r:.80}, which can't go into the samples' metadata ({problem}); it must return a "
-        "dict that JSON can hold, or None"
-    )
+    if not isinstance(returned, dict):
+        raise UserError(f"{FLAG} returned {shown(returned)}; it must return a dict that JSON can hold, or None")
+    return as_json(returned, f"what {FLAG} returned")

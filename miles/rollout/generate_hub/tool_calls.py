@@ -162,7 +162,7 @@ def load_execute_tool(config: RunConfig) -> ExecuteTool:
     path = config.generate_execute_tool_function_path
     if path is None:
         raise UserError(f"{flag} is not given: nothing executes the calls of tools")
-    return load_function(flag, path, "name", "arguments", "sample", is_async=True)
+    return load_function(flag, path, "name", "arguments", "sample", is_async=None)
 
 
 async def execute(
@@ -202,8 +202,10 @@ async def _execute(
         async with asyncio.timeout_at(deadline) as limit:
             content = await function(call.name, arguments, sample)
     except Exception as error:  # the user's code; counted by the caller
-        late = f"no result within {TOOL_TIMEOUT_SECONDS:g} seconds"
-        return "", late if limit.expired() else f"{type(error).__name__}: {error}"
+        if limit.expired():
+            return "", f"no result within {TOOL_TIMEOUT_SECONDS:g} seconds"
+        cause = error.__cause__ or error  # flag and path tell the model nothing
+        return "", f"{type(cause).__name__}: {cause}"
     if not isinstance(content, str):
         raise UserError(
             f"--generate-execute-tool-function-path returned {content!r:.80} ({type(content).__name__}) for "

@@ -2,10 +2,12 @@ import asyncio
 import json
 import logging
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from miles import rewards as rewards_module
 from miles.rewards import check_errors, compute_rewards, load_reward
@@ -15,14 +17,19 @@ from miles.utils.types import Sample
 
 MODULE = """
 import asyncio
+import time
 
 calls = []
 
 async def from_metadata(config, sample):
     value = sample.metadata["value"]
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         raise value
     return value
+
+async def writes_into_metadata(config, sample):
+    sample.metadata["parts"] = sample.metadata["value"]
+    return 1.0
 
 async def waits_for_all(config, sample):
     calls.append(sample.index)
@@ -43,8 +50,12 @@ async def of_the_group(config, samples):
 async def one_parameter(sample):
     return 1.0
 
-def blocking(config, sample):
+def blocks(config, sample):
+    time.sleep(5 if sample.index == 3 else 0)
     return 1.0
+
+def at_once(config, samples):
+    return [1.0, 0.5]
 """
 
 
@@ -98,7 +109,17 @@ async def test_an_error_is_counted_apart_and_is_no_zero(custom, caplog, monkeypa
     assert [sample.reward for sample in samples] == [1.0, None, 0.0, None, None, None, None]
     assert (counts.samples, counts.abstained, counts.errors) == (7, 1, 4)
     assert counts.first_error == "sample 1 of group 0: ValueError: the reward is nan"
-    assert [record.exc_info[0] for record in caplog.records] == [ValueError, KeyError, TypeError]
+    errors = [record.exc_info[1] for record in caplog.records]
+    assert [type(error.__cause__ or error) for error in errors] == [ValueError, KeyError, TypeError]
+
+
+@pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt(), asyncio.CancelledError(), ImportError("none")])
+async def test_whatever_a_reward_raises_is_its_own(custom, error):
+    """What would end the event loop, or the task that rewards all the others."""
+    samples = with_values(1.0, error, 0.0)
+    counts = await compute_rewards(custom("from_metadata"), samples)
+    assert [sample.reward for sample in samples] == [1.0, None, 0.0] and counts.errors == 1
+    assert re.match("sample 1 of group 0: --custom-rm-path rewards_of_.*from_metadata failed: ", counts.first_error)
 
 
 async def test_the_run_stops_above_the_allowed_fraction(custom):
@@ -121,10 +142,27 @@ async def test_a_dict_needs_its_key(custom):
 
 
 async def test_numpy_scalars_of_a_dict_can_be_written_as_json(custom):
-    samples = with_values({"acc": np.float32(0.5), "right": np.bool_(True), "why": "a"})
+    given = {"acc": np.float32(0.5), "right": np.bool_(True), "why": "a", "of": np.ones((1, 2)), 3: [torch.tensor(2)]}
+    samples = with_values(given)
     await compute_rewards(custom("from_metadata", reward_key="acc"), samples)
     assert samples[0].reward == 0.5
-    assert json.loads(json.dumps(samples[0].metadata["reward"])) == {"acc": 0.5, "right": True, "why": "a"}
+    held = {"acc": 0.5, "right": True, "why": "a", "of": [[1.0, 1.0]], "3": [2]}
+    assert json.loads(json.dumps(samples[0].metadata["reward"])) == held
+
+
+async def test_what_a_reward_writes_can_be_saved_or_is_its_error(custom):
+    samples = with_values(np.arange(2), {"a": [{1}]}, (torch.ones(1),), {(1, 2): 0}, torch.ones(1, device="meta"))
+    counts = await compute_rewards(custom("writes_into_metadata"), samples)
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0, None, None] and counts.errors == 3
+    assert counts.first_error.startswith("sample 1 of group 0: metadata['value']['a'][0] is {1} (set), which JSON has")
+    written = [sample.metadata for sample in samples]
+    assert written == [{"value": [0, 1], "parts": [0, 1]}, {}, {"value": [[1.0]], "parts": [[1.0]]}, {}, {}]
+
+
+async def test_tensors_of_several_numbers_are_no_reward(custom):
+    samples = with_values(torch.ones(2), np.ones(2), torch.ones(1), np.full(1, 0.5))
+    counts = await compute_rewards(custom("from_metadata"), samples)
+    assert [sample.reward for sample in samples] == [None, None, 1.0, 0.5] and counts.errors == 2
 
 
 async def test_evaluation_has_its_own_key(custom):
@@ -177,7 +215,7 @@ async def test_a_group_is_rewarded_at_once(custom):
     counts = await compute_rewards(config, samples)
     assert [sample.reward for sample in samples] == [1.0, None, 2.0, None, None, None, 1.0, None, None]
     assert (counts.samples, counts.abstained, counts.errors) == (9, 1, 5)
-    assert counts.first_error == "sample 3 of group 1: RuntimeError: no judge"
+    assert re.fullmatch("sample 3 of group 1: .*of_the_group failed: RuntimeError: no judge", counts.first_error)
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0] * 4, 1.0, {"acc": 1}, None])
@@ -186,6 +224,12 @@ async def test_a_group_reward_of_another_length_is_an_error_of_all(custom, value
     counts = await compute_rewards(custom("of_the_group", group_rm=True), samples)
     assert counts.errors == 3 and all(sample.reward is None for sample in samples)
     assert "a group reward must return a list of 3 rewards" in counts.first_error
+
+
+async def test_a_group_reward_without_async(custom):
+    samples = [Sample(index=i, group_index=0) for i in range(2)]
+    await compute_rewards(custom("at_once", group_rm=True), samples)
+    assert [sample.reward for sample in samples] == [1.0, 0.5]
 
 
 def test_a_group_reward_takes_samples(custom):
@@ -198,11 +242,13 @@ async def test_rewards_run_at_the_same_time(custom):
         await compute_rewards(custom("waits_for_all"), with_values(*range(8)))
 
 
-async def test_a_sleeping_reward_fails_alone(custom, monkeypatch):
-    monkeypatch.setattr(custom_module, "TIME_LIMIT_S", 0.2)
+@pytest.mark.parametrize("function", ["sleeps", "blocks"])
+async def test_a_sleeping_reward_fails_alone(custom, monkeypatch, function):
+    """Also one that blocks: without async it has a thread of its own, and the time limit acts."""
+    monkeypatch.setattr(custom_module, "TIME_LIMIT_S", 2.0)
     samples = with_values(*range(8))
-    counts = await compute_rewards(custom("sleeps"), samples)
-    assert counts.errors == 1 and "TimeoutError" in counts.first_error
+    counts = await compute_rewards(custom(function), samples)
+    assert counts.errors == 1 and counts.first_error.endswith(f".{function} failed: it was not done within 2 s")
     assert [sample.reward for sample in samples] == [1.0] * 3 + [None] + [1.0] * 4
 
 
@@ -210,7 +256,6 @@ async def test_a_sleeping_reward_fails_alone(custom, monkeypatch):
     ("function", "message"),
     [
         ("one_parameter", r"takes \(sample\); it must take \(config, sample\)"),
-        ("blocking", "must be an async function"),
         ("missing", "can't be imported"),
     ],
 )

@@ -1,6 +1,7 @@
 """Finished samples for tests, and hooks that return whatever they are told."""
 
 from miles.utils.types import Sample
+from miles.utils.user_code import guarded
 
 
 def finished(index, group_index, reward=1.0, **changes):
@@ -18,6 +19,11 @@ def two_groups():
 
 def four_samples():
     return [sample for group in two_groups() for sample in group]
+
+
+def awaited(function):
+    """A whole-rollout function as `load_hooks` makes it."""
+    return guarded("--flag my.function", function, in_thread=True)
 
 
 def returning(value):

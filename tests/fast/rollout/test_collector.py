@@ -9,6 +9,7 @@ from miles.rollout.engine_pool import RequestFailed
 from miles.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from miles.rollout.hooks import Hooks
 from miles.utils.errors import UserError
+from miles.utils.user_code import FunctionFailed, guarded
 from tests.fast.rollout.collecting import SIZE, counts, make, members, numbers, small_rollouts, waiting
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts, settle
 
@@ -115,8 +116,9 @@ async def test_a_filter_that_raises_ends_the_run(config):
         raise KeyError("mine")
 
     before = asyncio.all_tasks()
+    refuse = guarded("--dynamic-sampling-filter-path my.filter", refuse)
     collector = make(config, FakePool(), Hooks(dynamic_filter=refuse))
-    with pytest.raises(RuntimeError, match="--dynamic-sampling-filter-path .*failed.*'mine'"):
+    with pytest.raises(FunctionFailed, match="--dynamic-sampling-filter-path my.filter failed: KeyError: 'mine'"):
         await collector.collect(0, None)
     assert asyncio.all_tasks() == before and waiting(collector) == ([], [0, 1])
 

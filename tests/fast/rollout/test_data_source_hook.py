@@ -75,7 +75,7 @@ def test_an_error_of_it_is_named_as_its_own(config):
         raise ValueError("boom")
 
     source = SimpleNamespace(get_samples=fails)
-    with pytest.raises(RuntimeError, match="what --data-source-path names failed: ValueError: boom"):
+    with pytest.raises(RuntimeError, match="--data-source-path a.B failed: ValueError: boom"):
         take_groups(config.model_copy(update={"data_source_path": "a.B"}), source, 2)
     with pytest.raises(ValueError, match="^boom$"):
         take_groups(config, source, 2)

@@ -17,6 +17,7 @@ from miles.rollout.hooks import Hooks
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+from miles.utils.user_code import guarded
 from tests.fast.rollout.fake_pool import FakePool
 
 COMPLETED = Sample.Status.COMPLETED
@@ -145,7 +146,8 @@ def generating(monkeypatch):
     """Let `shouts` be another function, by the path of the same name."""
 
     def replace(function):
-        monkeypatch.setattr(evaluate, "load_generate", lambda config, path, flag: function)
+        load = lambda config, path, flag: guarded(f"{flag} {path}", function)  # noqa: E731
+        monkeypatch.setattr(evaluate, "load_generate", load)
         return {"custom_generate_function_path": "my.function"}
 
     return replace

@@ -12,6 +12,7 @@ from miles.rollout.sample_buffer import SampleBuffer
 from miles.training.batch import TrainBatch
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+from miles.utils.user_code import guarded
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts, settle
 
 COMPLETED, FAILED, ABORTED = Sample.Status.COMPLETED, Sample.Status.FAILED, Sample.Status.ABORTED
@@ -96,7 +97,7 @@ async def test_lost_engines_end_the_run(config):
         raise EnginesLost("gone")
 
     with pytest.raises(EnginesLost):
-        await run(config, FakePool(), Hooks(generate=answering(lost)))
+        await run(config, FakePool(), Hooks(generate=guarded("--flag my.function", answering(lost))))
 
 
 async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
@@ -118,12 +119,18 @@ async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
     assert "the generation failed 2 times for sample 3 of group 0: KeyError: 'tool'" in caplog.text
 
 
-async def test_a_generate_function_that_is_cancelled_from_within_failed(config):
-    async def cancelled_tool(sample):
-        raise asyncio.CancelledError
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(2), KeyboardInterrupt()])
+async def test_a_generate_function_that_would_end_the_loop_fails_alone(config, error):
+    async def ends_all(sample):
+        if sample.index == 2:
+            raise error
+        return "a"
 
-    _, group = await run(config, FakePool(), Hooks(generate=answering(cancelled_tool)))
-    assert statuses(group) == [FAILED] * 4
+    generate = guarded("--custom-generate-function-path my.function", answering(ends_all))
+    runner, group = await run(config, FakePool(), Hooks(generate=generate))
+    assert statuses(group) == [COMPLETED, COMPLETED, FAILED, COMPLETED]
+    assert [sample.reward for sample in group] == [1, 1, None, 1]
+    assert "sample 2 of group 0: --custom-generate-function-path my.function failed: " in runner.tally.first_failure
 
 
 async def test_a_prompt_that_a_generate_function_rewrote_is_asked_as_it_was(config):

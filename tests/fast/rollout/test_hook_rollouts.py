@@ -8,7 +8,7 @@ import pytest
 from miles.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles.rollout.hooks import Hooks, generate_pieces, run_eval, run_rollout
 from miles.utils.types import Sample
-from tests.fast.rollout.finished_samples import finished, four_samples, returning, two_groups
+from tests.fast.rollout.finished_samples import awaited, finished, four_samples, returning, two_groups
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ async def test_a_rollout_in_the_loop_or_in_a_thread(config):
         return at_once(config, rollout_id, data_source, evaluation)
 
     for function in (at_once, waits):
-        output = await run_rollout(Hooks(rollout=function), config, 7, "data")
+        output = await run_rollout(Hooks(rollout=awaited(function)), config, 7, "data")
         assert [len(group) for group in output.samples] == [2, 2] and output.metrics == {"mine/rounds": 3.0}
     assert called == [(7, "data", False, False), (7, "data", False, True)]
 
 
 async def test_a_rollout_may_be_the_groups_alone(config):
-    output = await run_rollout(Hooks(rollout=returning(tuple(map(tuple, two_groups())))), config, 0, None)
+    output = await run_rollout(Hooks(rollout=awaited(returning(tuple(map(tuple, two_groups()))))), config, 0, None)
     assert output.metrics == {} and [[s.index for s in group] for group in output.samples] == [[0, 1], [2, 3]]
 
 
@@ -46,7 +46,7 @@ async def test_pieces_of_a_trajectory_count_once(config):
     groups = two_groups()
     groups[0].append(finished(1, 0, 0.0, rollout_id=1))
     groups[0][1].rollout_id = 1
-    output = await run_rollout(Hooks(rollout=returning(groups)), config, 0, None)
+    output = await run_rollout(Hooks(rollout=awaited(returning(groups))), config, 0, None)
     assert len(output.samples[0]) == 3
 
 
@@ -87,7 +87,7 @@ SAME = finished(9, 9)
 )
 async def test_refused_rollouts(config, result, message):
     with pytest.raises(ValueError) as caught:
-        await run_rollout(Hooks(rollout=returning(result)), config, 0, None)
+        await run_rollout(Hooks(rollout=awaited(returning(result))), config, 0, None)
     assert message in str(caught.value)
 
 
@@ -96,7 +96,7 @@ async def test_an_evaluation(config):
         assert evaluation and rollout_id == 3
         return RolloutFnEvalOutput({"sums": four_samples()}, {"mine/score": np.float32(0.5)})
 
-    output = await run_eval(Hooks(eval=evaluate), config, 3, None)
+    output = await run_eval(Hooks(eval=awaited(evaluate)), config, 3, None)
     assert len(output.data["sums"]) == 4 and output.metrics == {"mine/score": 0.5}
 
 
@@ -111,7 +111,7 @@ async def test_an_evaluation(config):
 )
 async def test_refused_evaluations(config, result, message):
     with pytest.raises(ValueError) as caught:
-        await run_eval(Hooks(eval=returning(result)), config, 0, None)
+        await run_eval(Hooks(eval=awaited(returning(result))), config, 0, None)
     assert str(caught.value).startswith("--eval-function-path") and message in str(caught.value)
 
 
@@ -147,7 +147,15 @@ async def test_one_sample_stays_as_it_is(config):
         ([finished(0, 0), "text"], "sample 12 holds 'text' (str)"),
         (Sample(tokens=[1]), "left sample 12 pending; it must set status to how generation ended"),
         (finished(0, 0, reward="1.0"), "the reward of sample 12 of group 4 is '1.0' (str)"),
-        (finished(0, 0, metadata={"mean": np.float32(1)}), "the metadata of sample 12 of group 4 must hold what JSON "),
+        (
+            finished(0, 0, metadata={"a": [{1}]}),
+            "metadata of sample 12 of group 4['a'][0] is {1} (set), which JSON has",
+        ),
+        (finished(0, 0, tokens=[1, 2, object(), 4]), "tokens of sample 12 of group 4[2] is <object"),
+        (
+            finished(0, 0, status="done"),
+            "the status of sample 12 of group 4 is 'done' (str); it must be one of pending",
+        ),
         (finished(0, 0, rollout_log_probs=[0.0]), "rollout_log_probs has 1 entries for a response of 2 tokens"),
     ],
 )

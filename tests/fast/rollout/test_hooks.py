@@ -1,6 +1,5 @@
 """Functions of the user's own: loaded once, and what they return is checked."""
 
-import asyncio
 import copy
 
 import numpy as np
@@ -16,8 +15,6 @@ from miles.rollout.hooks import (
     load_hooks,
     log_eval,
     log_rollout,
-    run_eval,
-    run_rollout,
     shaped_rewards,
     show_all_samples,
     take_from_buffer,
@@ -109,39 +106,6 @@ def test_miles_own_generate_functions_look_at_the_configuration(config, monkeypa
     monkeypatch.setattr("miles.rollout.hooks.CHECKS", {"miles.rollout.generate.generate": asked.append})
     load_generate(config, "miles.rollout.generate.generate")
     assert asked == [config]
-
-
-# What it raises
-
-
-class Mine(ValueError):
-    pass
-
-
-def fails(*_, **__):
-    raise Mine("boom")
-
-
-CALLS = {
-    "rollout": lambda hooks, config: asyncio.run(run_rollout(hooks, config, 0, None)),
-    "eval": lambda hooks, config: asyncio.run(run_eval(hooks, config, 0, None)),
-    "dynamic_filter": lambda hooks, config: keep_group(hooks, config, []),
-    "buffer_filter": lambda hooks, config: take_from_buffer(hooks, config, 0, [], 1),
-    "sample_filter": lambda hooks, config: filter_samples(hooks, config, []),
-    "all_samples": lambda hooks, config: show_all_samples(hooks, config, [], None),
-    "reward_post_process": lambda hooks, config: shaped_rewards(hooks, config, []),
-    "convert": lambda hooks, config: train_batch(hooks, config, [], [], []),
-    "log_rollout": lambda hooks, config: log_rollout(hooks, config, 0, [], {}, 1.0),
-    "log_eval": lambda hooks, config: log_eval(hooks, config, 0, {}, {}),
-}
-
-
-@pytest.mark.parametrize("hook", CALLS)
-def test_a_function_that_fails_is_named(config, hook):
-    (flag,) = {field.replace("_", "-") for field, name, *_ in FLAGS if name == hook}
-    with pytest.raises(RuntimeError, match=f"what --{flag} names failed: Mine: boom") as caught:
-        CALLS[hook](Hooks(**{hook: fails}), config)
-    assert isinstance(caught.value.__cause__, Mine)
 
 
 # One group

@@ -78,5 +78,5 @@ def test_a_function_that_fails_is_named(apply):
     def fails(*_):
         raise KeyError("boom")
 
-    with pytest.raises(RuntimeError, match="what --rollout-data-postprocess-path names failed: KeyError: 'boom'"):
+    with pytest.raises(RuntimeError, match="--rollout-data-postprocess-path .*function failed: KeyError: 'boom'"):
         apply(fails, advantages=torch.ones(5))

@@ -27,6 +27,11 @@ async def waits(config, sample):
     return "async"
 
 
+def gives_waits(config, sample):
+    """As a decorator makes of an async function."""
+    return waits(config, sample)
+
+
 class Source(ABC):
     def __init__(self, config):
         self.config = config
@@ -70,18 +75,25 @@ def here(monkeypatch, tmp_path):
     return "my_functions"
 
 
-@pytest.mark.parametrize("name", ["takes_two", "has_a_default", "by_keyword"])
-def test_loads(here, name):
-    assert load_function("--flag", f"{here}.{name}", "config", "sample") is globals()[name]
+@pytest.mark.parametrize(
+    "name, result", [("takes_two", "two"), ("has_a_default", "default"), ("by_keyword", "keyword")]
+)
+def test_loads(here, name, result):
+    assert load_function("--flag", f"{here}.{name}", "config", "sample")(0, 0) == result
 
 
 async def test_loads_async(here):
     assert await load_function("--flag", f"{here}.waits", "config", "sample", is_async=True)(0, 0) == "async"
 
 
-@pytest.mark.parametrize("name", ["takes_two", "waits"])
-def test_loads_either(here, name):
-    assert load_function("--flag", f"{here}.{name}", "config", "sample", is_async=None) is globals()[name]
+@pytest.mark.parametrize("name, result", [("takes_two", "two"), ("waits", "async"), ("gives_waits", "async")])
+async def test_loads_either(here, name, result):
+    assert await load_function("--flag", f"{here}.{name}", "config", "sample", is_async=None)(0, 0) == result
+
+
+def test_a_function_without_a_signature_is_refused():
+    with pytest.raises(ValueError, match="^--flag builtins.max: no signature found"):
+        load_function("--flag", "builtins.max", "config", "sample")
 
 
 def test_loads_what_is_called_with_a_keyword(here):
