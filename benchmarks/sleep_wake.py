@@ -75,8 +75,10 @@ def write_checkpoint_config(folder: Path, size: str) -> None:
 def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_step: bool) -> dict:
     """Build the trainer, take a step, and let it sleep and wake; seconds and bytes of each cycle."""
     import torch
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import load_hf_config
     from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
     from miles.backends.megatron_utils.model import build_model, build_train_state
@@ -112,7 +114,8 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     state = build_train_state(config, chunks, 100)
-    groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
+    agreement = Agreement(dist.new_group(backend="gloo", timeout=timeout(config)))
+    groups = SubGroups(functools.partial(build_process_groups, config), agreement)
     residency = build_residency(config, 0, state, groups, Party.ACTOR)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if with_step:

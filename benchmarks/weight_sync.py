@@ -83,6 +83,7 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     import torch
     import torch.distributed as dist
 
+    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import family_for, load_hf_config
     from miles.backends.megatron_utils.initialize import initialize, timeout
     from miles.backends.megatron_utils.model import build_model, parallel_info
@@ -100,7 +101,7 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
             checkpoint_folder=folder,
             engines=[EngineTarget(url, 1, [0])],
             rank=0,
-            group=group,
+            agreement=Agreement(group),
             address="127.0.0.1",
             buffer_size=buffer_size,
             reads_copy=False,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -12,17 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miles.backends.sglang_utils.client import SGLangError
 from miles.utils.network import free_ports
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.transport import Link, Transport
 
+logger = logging.getLogger(__name__)
+
+# That engines have, after a failed update, to take what is on its way, and then to leave the group. Both together are
+# less than what a rank has, once another has failed.
+LEAVING_SECONDS = 5.0
+
 
 class BroadcastTransport(Transport):
     """One group for each pipeline stage: a rank of it, the source, and all ranks of all engines; see `Transport`.
 
-    Groups are made by the first update and kept; after a failure they are given up and made anew.
+    Groups are made by the first update and kept; after a failure the engines leave them, and they are made anew.
 
     engines: by number. rank: this process. sources: the source rank of each stage. device: where the buckets are.
     address: of this rank's machine, as the engines reach it. timeout: after which a stuck broadcast fails.
@@ -138,11 +146,25 @@ class BroadcastTransport(Transport):
         assert self._taking is None
 
     def abandon(self) -> None:
-        self._taking = None
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            with contextlib.suppress(Exception):  # the update's own failure is being raised
+                taking.result(LEAVING_SECONDS)
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             # A broadcast that an engine did not join would hold the GPU for good.
             group.abort()
+        name, self._name = self._name, ""
+        if name:
+            self._link.loop.run(self._leave(number, name) for number in self.engines)
+
+    async def _leave(self, number: int, name: str) -> None:
+        """Have an engine leave the group `name`, which it may not have joined, or be stuck in."""
+        try:
+            async with asyncio.timeout(LEAVING_SECONDS):
+                await self._link.clients[number].destroy_weights_update_group(name)
+        except (SGLangError, TimeoutError) as error:
+            logger.warning("%s may be in process group %s still: %s", self.engines[number].url, name, error)
 
     def close(self, link: Link) -> None:
         if self._group is not None:
@@ -162,12 +184,12 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     def run() -> None:
         try:
             value, error = function(), None
-        except RuntimeError as failure:
+        except Exception as failure:
             value, error = None, failure
         with contextlib.suppress(RuntimeError):  # the update has failed elsewhere, and its loop is closed
             loop.call_soon_threadsafe(settle, value, error)
 
-    def settle(value: Any, error: RuntimeError | None) -> None:
+    def settle(value: Any, error: Exception | None) -> None:
         if result.cancelled():
             return
         if error is None:

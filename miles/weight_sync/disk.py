@@ -1,5 +1,6 @@
 """To remote engines through a checkpoint in a folder that trainer and engines both see."""
 
+import contextlib
 import shutil
 import uuid
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 
 from miles.backends.megatron_utils.hf.checkpoint_io import HFWriter
+from miles.utils.disk import writing
 from miles.weight_sync.gather import views
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
@@ -25,6 +27,7 @@ class DiskTransport(Transport):
 
     everywhere = True
     shares_memory = False
+    touches_at_end = True
 
     def __init__(
         self, engines: dict[int, EngineTarget], rank: int, folder: str | Path, source: str | Path, buffer_size: int
@@ -41,27 +44,34 @@ class DiskTransport(Transport):
             # A name for each update: runs that share the folder would load each other's weights, and a network file
             # system may still show an engine the files that were there before.
             folder = self.parent / f"{FOLDER}_{uuid.uuid4().hex}"
-            self._writer = HFWriter(folder, self.source, self.buffer_size).__enter__()
+            with self._named():
+                self._writer = HFWriter(folder, self.source, self.buffer_size).__enter__()
 
     def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._names += bucket.slots
         if self._writer is not None:
-            for name, tensor in views(bucket, flat).items():
-                self._writer.write(name, tensor)
+            with self._named():
+                for name, tensor in views(bucket, flat).items():
+                    self._writer.write(name, tensor)
 
     def end(self) -> None:
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
         try:
-            writer.__exit__(None, None, None)
+            with self._named():
+                writer.__exit__(None, None, None)
             clients = [self._link.clients[number] for number in self.engines]
             self._link.loop.run(
                 delivery(client.url, self._names, client.update_weights_from_disk(str(writer.folder)))
                 for client in clients
             )
         finally:
-            shutil.rmtree(writer.folder, ignore_errors=True)
+            for folder in (writer.folder, writer.partial):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _named(self) -> contextlib.AbstractContextManager[None]:
+        return writing("--update-weight-disk-dir", self.parent)
 
     def abandon(self) -> None:
         writer, self._writer = self._writer, None

@@ -1,15 +1,17 @@
 """Writing the trainer's model as a Hugging Face checkpoint."""
 
-import contextlib
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter, untrained_names
-from miles.weight_sync.gather import hf_tensors, live
+from miles.weight_sync.gather import Gatherer, live, views
 from miles.weight_sync.parallel import ParallelInfo
+
+BUCKET_BYTES = 256 * 2**20
 
 
 def save_hf(
@@ -20,22 +22,46 @@ def save_hf(
     parallel: ParallelInfo,
     source: str | Path,
     is_writer: bool,
+    agreement: Agreement,
 ) -> None:
     """Write the model to `folder` as a checkpoint that transformers loads, in the parameters' dtype.
 
     What the source has beyond the model (layers for further tokens) is copied.
 
-    The parameters must be in memory. All ranks of one model copy (with expert parallelism: all ranks) call it together;
-    exactly one passes is_writer=True and writes. chunks: this stage's GPTModels, unwrapped. source: the checkpoint that
-    training started from; names are checked against it, configuration and tokenizer files are copied from it.
-    Raises ValueError where names or shapes differ, or where `folder` holds something else.
+    The parameters must be in memory. All ranks of `agreement` call it together; exactly one passes is_writer=True and
+    writes. chunks: this stage's GPTModels, unwrapped. source: the checkpoint that training started from; names are
+    checked against it, configuration and tokenizer files are copied from it.
+
+    Raises:
+        ValueError: names or shapes differ, or `folder` holds something else.
+        Exception: what the disk says; where one rank failed all raise, see `Agreement.check`.
     """
-    index = CheckpointIndex(source)
-    tensors = hf_tensors(chunks, family, hf_config, parallel, index, live)
-    with HFWriter(folder, source) if is_writer else contextlib.nullcontext() as writer:
-        for name, tensor in tensors:
+    index, what = CheckpointIndex(source), f"the export to {folder}"
+    gatherer = Gatherer(chunks, family, hf_config, parallel, index, BUCKET_BYTES, copies=True)
+    writer: HFWriter | None = None
+    try:
+        with agreement.alone(what):
             if is_writer:
-                writer.write(name, tensor)
-        if is_writer:
-            for name in untrained_names(index, family, hf_config):
-                writer.write(name, index.read(name))
+                writer = HFWriter(folder, source).__enter__()
+        for bucket in gatherer.buckets:
+            with agreement.alone(what):
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
+            failure = gatherer.fill(bucket, flat, live, everywhere=True)
+            with agreement.alone(what):
+                if failure is not None:
+                    raise failure
+                if writer is not None:
+                    for name, tensor in views(bucket, flat).items():
+                        writer.write(name, tensor)
+            del flat
+        with agreement.alone(what):
+            if writer is not None:
+                for name in untrained_names(index, family, hf_config):
+                    writer.write(name, index.read(name))
+                writer.__exit__(None, None, None)
+                writer = None
+    except Exception as error:
+        error.add_note(what)
+        if writer is not None:
+            writer.__exit__(type(error), error, error.__traceback__)
+        raise

@@ -19,7 +19,6 @@ from miles.backends.megatron_utils.hf.checkpoint_io import (
 from miles.weight_sync.parallel import Group, ParallelInfo
 from miles.weight_sync.plan import Bucket, PlannedEntry, batch_limit, make_plan, plan_buckets, tensor_bytes
 
-NamedTensor = tuple[str, torch.Tensor]
 # From a parameter of this rank to a tensor of its shape and dtype with its current values, on its device: a fresh one,
 # or the parameter's own memory. It is not written to.
 Read = Callable[[torch.Tensor], torch.Tensor]
@@ -27,7 +26,6 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Tensors of one gather call start at multiples of this many bytes, so that each can be viewed as its dtype.
 ALIGNMENT = 16
-EXPORT_BUCKET_BYTES = 256 * 2**20
 
 
 def live(parameter: torch.Tensor) -> torch.Tensor:
@@ -86,12 +84,13 @@ class Gatherer:
     def _pipeline(self) -> tuple[int, Group]:
         return self.parallel.pp_size, self.parallel.pp_group
 
-    def fill(self, bucket: Bucket, flat: torch.Tensor, read: Read, everywhere: bool) -> None:
+    def fill(self, bucket: Bucket, flat: torch.Tensor, read: Read, everywhere: bool) -> Exception | None:
         """Write the bucket's tensors into `flat`, uint8 [bucket.nbytes]; see `views`.
 
         With `everywhere` all ranks call it and have the bytes afterwards, else those of the bucket's pipeline stage.
-        The collective calls are made to their end even where this rank can't read a parameter, which is raised then:
-        RuntimeError with its name.
+        The collective calls are made to their end even where this rank can't read a parameter. Returns what its
+        reading raised first, with the parameter's name as a note. Whatever else fails is raised, and leaves the other
+        ranks in a collective call.
         """
         failures: list[Exception] = []
         if bucket.stage == self.parallel.pp_rank:
@@ -102,8 +101,7 @@ class Gatherer:
         size, group = self._pipeline()
         if everywhere and size > 1:
             dist.broadcast(flat, group=group(), group_src=bucket.stage)
-        if failures:
-            raise failures[0]
+        return failures[0] if failures else None
 
 
 class Filling:
@@ -146,8 +144,9 @@ class Filling:
     def _value(self, entry: Entry, parameter: torch.Tensor) -> torch.Tensor:
         try:
             own = self.read(parameter)
-        except (OSError, RuntimeError, ValueError) as error:
-            self.failures.append(RuntimeError(f"{entry.megatron_name} could not be read: {error}"))
+        except Exception as error:
+            error.add_note(f"{entry.megatron_name} could not be read")
+            self.failures.append(error)
             return torch.empty_like(parameter, device=self.gatherer.device)
         assert (own.shape, own.dtype, own.device) == (parameter.shape, parameter.dtype, parameter.device), (
             f"{entry.megatron_name}: {tuple(own.shape)} {own.dtype} {own.device} was read"
@@ -191,31 +190,6 @@ class Filling:
             self._put(entry, list(_gathered(value, parallel.etp_size, parallel.etp_group)))
         else:
             self._put(entry, [value])
-
-
-def hf_tensors(
-    chunks: list[torch.nn.Module],
-    family: Family,
-    hf_config: PreTrainedConfig,
-    parallel: ParallelInfo,
-    index: CheckpointIndex,
-    read: Read,
-) -> Iterator[NamedTensor]:
-    """Check everything, then return an iterator over every (name, full tensor) of the model.
-
-    All ranks of the grid iterate in lockstep and each gets every tensor, on the model's device and in its parameters'
-    dtype. A tied head is not given, unless the checkpoint lists it. A tensor is part of a bucket of 256 MiB and is gone
-    once the next bucket is made. The arguments and errors are those of `Gatherer`.
-    """
-    return _tensors(Gatherer(chunks, family, hf_config, parallel, index, EXPORT_BUCKET_BYTES, copies=True), read)
-
-
-def _tensors(gatherer: Gatherer, read: Read) -> Iterator[NamedTensor]:
-    for bucket in gatherer.buckets:
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
-        gatherer.fill(bucket, flat, read, everywhere=True)
-        yield from views(bucket, flat).items()
-        del flat
 
 
 def views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -78,4 +78,6 @@ class LocalTransport(Transport):
         assert not self._taking and not self._handles
 
     def abandon(self) -> None:
-        self._handles, self._taking = {}, []
+        taking, self._handles, self._taking = self._taking, {}, []
+        for future in taking:
+            future.exception()  # an engine may still read this memory

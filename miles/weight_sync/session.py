@@ -27,13 +27,16 @@ async def delivery(url: str, names: list[str], sending: Awaitable[None]) -> None
 class UpdateSession:
     """Updates the weights of one engine: `open()`, `sent()` for each bucket, `finish()`; `release()` in every case.
 
-    No request starts from `open()` to the end. After a failure the engine holds weights of two versions: its version
-    stays the old one, and the error must end the run or start the update anew.
+    No request starts from `open()` to the end. After a failure an engine that is `touched` holds weights of two
+    versions: it keeps the old version and stays paused, until another update of it succeeds.
 
     names: every tensor that must be sent. version: what the engine reports once they were. flush_cache: empty the
     engine's cache; False where its memory is away, in which case it was emptied before that. pause_mode: what becomes
     of running requests (--pause-generation-mode). Only `abort` ends them, after which the cache can always be emptied;
     with the others it is emptied where none was running.
+
+    Attributes:
+        touched: set it once the engine's weights may have changed.
     """
 
     def __init__(self, client: SGLangClient, names: Iterable[str], version: int, flush_cache: bool, pause_mode: str):
@@ -42,6 +45,7 @@ class UpdateSession:
         self.flush_cache = flush_cache
         self.pause_mode = pause_mode
         self._missing = dict.fromkeys(names)
+        self.touched = False
         self._paused = False
 
     async def open(self) -> None:
@@ -88,8 +92,12 @@ class UpdateSession:
         self._paused = False
 
     async def release(self) -> None:
-        """Let a paused engine go on, and close the connections. Never raises for an engine that is gone."""
-        if self._paused:
+        """Let a paused engine that is whole go on, and close the connections. Never raises for one that is gone."""
+        if self._paused and self.touched:
+            logger.warning(
+                "%s holds weights of two versions and stays paused until an update of it succeeds", self.client.url
+            )
+        elif self._paused:
             self._paused = False
             try:
                 await self.client.continue_()

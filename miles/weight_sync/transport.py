@@ -7,6 +7,7 @@ import torch
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.plan import Bucket
+from miles.weight_sync.target import EngineTarget
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Transport:
     rank, `abandon` on all of them instead of what is left, after which `begin` starts afresh. Here they do nothing.
 
     everywhere: every rank needs every bucket, not only the ranks of its pipeline stage. shares_memory: other processes
-    open this rank's buckets.
+    open this rank's buckets. touches_at_end: engines take nothing before `end`. engines: by number.
     """
 
     everywhere: bool
     shares_memory: bool
+    touches_at_end = False
+    engines: dict[int, EngineTarget]
 
     def begin(self, link: Link) -> None:
         """Get ready. What it raises is told to all ranks; so with `prepare`, `wait` and `end`."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
 from miles.backends.sglang_utils.client import SGLangClient
@@ -27,9 +28,6 @@ from miles.weight_sync.session import UpdateSession
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.transport import Link, Transport
 
-# What the world outside can do to an update; anything else is a fault of ours.
-FAILURES = (OSError, RuntimeError, ValueError)
-
 
 class WeightUpdater:
     """Sends the weights of a Megatron model to its engines.
@@ -37,8 +35,8 @@ class WeightUpdater:
     Build it on every trainer rank, after the process groups; all ranks call `update` together.
 
     chunks: this stage's GPTModels, unwrapped. checkpoint_folder: where the engines loaded their weights from.
-    rank: this process in the trainer's world. group: a gloo group of all trainer ranks, for agreement. address: of this
-    rank's machine, as remote engines reach it.
+    rank: this process in the trainer's world. agreement: of all trainer ranks. address: of this rank's machine, as
+    remote engines reach it.
     buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time: one that engines
     are taking, one that is being gathered. reads_copy: `update` may be given a `Read` of copies. flush_cache: empty the
     caches of colocated engines before the first bucket; False where their memory is away during an update, in which
@@ -57,7 +55,7 @@ class WeightUpdater:
         checkpoint_folder: str | Path,
         engines: list[EngineTarget],
         rank: int,
-        group: dist.ProcessGroup,
+        agreement: Agreement,
         address: str,
         buffer_size: int,
         reads_copy: bool,
@@ -68,7 +66,7 @@ class WeightUpdater:
         check_equal: bool,
         timeout: timedelta,
     ):
-        self.engines, self.rank, self.group, self.buffer_size = engines, rank, group, buffer_size
+        self.engines, self.rank, self.agreement, self.buffer_size = engines, rank, agreement, buffer_size
         self.flush_cache, self.pause_mode = flush_cache, pause_mode
         # The other ranks wait meanwhile, up to `timeout`: who waits for an engine has to say so before them.
         self.load_timeout = 0.9 * timeout.total_seconds()
@@ -90,15 +88,16 @@ class WeightUpdater:
 
     def _stage_sources(self, parallel: ParallelInfo) -> list[int]:
         """The first rank of each pipeline stage."""
-        stages = [0] * dist.get_world_size(self.group)
-        dist.all_gather_object(stages, parallel.pp_rank, group=self.group)
+        stages = [0] * dist.get_world_size(self.agreement.group)
+        dist.all_gather_object(stages, parallel.pp_rank, group=self.agreement.group)
         return [stages.index(stage) for stage in range(parallel.pp_size)]
 
     def update(self, version: int, read: Read) -> dict[str, float]:
         """Send every weight and set the engines' version; returns metrics (`perf/update_weights_*`).
 
         read: gives a parameter's values (see `Gatherer`); the parameters themselves are not touched.
-        Raises RuntimeError on every rank where one rank or engine failed; the engines are released first.
+        Where one rank or engine failed all ranks raise (see `Agreement.check`), after engines that were sent nothing
+        went on. Only what fails inside a gather is raised on its rank alone, and leaves the others there.
         """
         start = time.perf_counter()
         buckets = self.gatherer.buckets
@@ -114,14 +113,11 @@ class WeightUpdater:
             try:
                 with timer("session"):
                     self._together(lambda: loop.run([session.open() for session in sessions.values()]))
-                self._send_all(link, self.transports, buckets, read, timer)
-                for session in sessions.values():
-                    for bucket in buckets:
-                        session.sent(bucket.slots)
+                self._send_all(link, sessions, self.transports, buckets, read, timer)
                 if self.hashes is not None:
                     self._check(link, list(sessions), buckets, read)
                 with timer("session"):
-                    self._together(lambda: loop.run([session.finish() for session in sessions.values()]))
+                    self._together(lambda: _finish(loop, sessions.values(), buckets))
             finally:
                 loop.run([session.release() for session in sessions.values()])
                 loop.run([client.close() for client in link.clients.values()])
@@ -140,7 +136,7 @@ class WeightUpdater:
     def close(self) -> None:
         """After the last update: the engines forget the groups that it was sent through. All ranks call it together.
 
-        Raises RuntimeError on every rank where one rank or engine failed.
+        Where one rank or engine failed all ranks raise.
         """
         with BackgroundLoop() as loop:
             link = Link(loop, {number: SGLangClient(engine.url) for number, engine in enumerate(self.engines)})
@@ -158,9 +154,18 @@ class WeightUpdater:
         return UpdateSession(client, self.names, version, flush_cache, self.pause_mode)
 
     def _send_all(
-        self, link: Link, transports: list[Transport], buckets: list[Bucket], read: Read, timer: "_Timer"
+        self,
+        link: Link,
+        sessions: dict[int, UpdateSession],
+        transports: list[Transport],
+        buckets: list[Bucket],
+        read: Read,
+        timer: "_Timer",
     ) -> None:
-        """Every bucket through every transport; the next one is made while engines take the last."""
+        """Every bucket through every transport; the next one is made while engines take the last.
+
+        sessions: of the engines that this rank talks to, by number.
+        """
         waits = [transport.wait for transport in transports]
         finished = False
         try:
@@ -168,24 +173,25 @@ class WeightUpdater:
             taken = 0  # bytes of the bucket that engines may still be reading
             flat = None
             for bucket in buckets:
-                attempts = _Attempts()
                 if taken + bucket.capacity + bucket.scratch > 2 * self.buffer_size:
                     # Too large to be made beside the last one, in whose place it would not fit.
                     with timer("wait"):
-                        attempts.run(*waits)
+                        self._together(*waits)
                     flat = None
                     self._empty_cache()
-                following = attempts.run(lambda bucket=bucket: self._make(transports, bucket, read))
+                following = self._together(lambda bucket=bucket: self._room(transports, bucket))
+                prepare = self._fill(transports, bucket, following, read)
                 with timer("wait"):
-                    attempts.run(*waits)
-                    self._agree(attempts.failure)
+                    self._together(*prepare, *waits)
                 flat, taken = following, bucket.capacity
-                del following
+                del following, prepare
+                self._touch(sessions, at_end=False)
                 if flat is not None:
                     for transport in transports:
                         transport.send(bucket, flat)
             with timer("wait"):
                 self._together(*waits)
+            self._touch(sessions, at_end=True)
             self._together(*(transport.end for transport in transports))
             finished = True
         finally:
@@ -193,30 +199,45 @@ class WeightUpdater:
                 for transport in transports:
                     transport.abandon()
 
-    def _make(self, transports: list[Transport], bucket: Bucket, read: Read) -> torch.Tensor | None:
-        """The filled bucket, ready to be sent; None on a rank that has no part in it."""
+    def _touch(self, sessions: dict[int, UpdateSession], at_end: bool) -> None:
+        """From here on the engines' weights may be of two versions."""
+        for transport in self.transports:
+            if transport.touches_at_end == at_end:
+                for number in transport.engines.keys() & sessions.keys():
+                    sessions[number].touched = True
+
+    def _room(self, transports: list[Transport], bucket: Bucket) -> torch.Tensor | None:
+        """Memory for the bucket, uint8 [bucket.nbytes]; None on a rank that has no part in it."""
         everywhere = any(transport.everywhere for transport in transports)
         if not everywhere and bucket.stage != self.gatherer.parallel.pp_rank:
             return None
         shared, device = any(transport.shares_memory for transport in transports), self.gatherer.device
-        attempts = _Attempts()
-        memory = attempts.run(lambda: empty_bucket(bucket.capacity, device, shared))
-        if memory is None:
-            # The other ranks gather all the same.
-            memory = empty_bucket(bucket.capacity, device, shared=False)
-        flat = memory[: bucket.nbytes]
-        attempts.run(lambda: self.gatherer.fill(bucket, flat, read, everywhere))
-        if attempts.failure is not None:
-            raise attempts.failure
-        for transport in transports:
-            transport.prepare(bucket, flat)
+        flat = empty_bucket(bucket.capacity, device, shared)[: bucket.nbytes]
+        # What gathering takes for a moment: where it is missing, that shows here, before the others wait in a gather.
+        torch.empty(bucket.scratch, dtype=torch.uint8, device=device)
         return flat
+
+    def _fill(
+        self, transports: list[Transport], bucket: Bucket, flat: torch.Tensor | None, read: Read
+    ) -> list[Callable[[], None]]:
+        """Gather the bucket; returns what makes it ready to be sent, which may fail on this rank alone."""
+        if flat is None:
+            return []
+        failure = self.gatherer.fill(bucket, flat, read, any(transport.everywhere for transport in transports))
+
+        def prepare() -> None:
+            if failure is not None:
+                raise failure
+            for transport in transports:
+                transport.prepare(bucket, flat)
+
+        return [prepare]
 
     def _check(self, link: Link, leads: list[int], buckets: list[Bucket], read: Read) -> None:
         """--check-weight-update-equal, at the first update: overwrite the engines' weights and send them once more."""
         first = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         self._together(lambda: link.loop.run([link.clients[number].reset_weights() for number in leads]))
-        self._send_all(link, [*self.transports, self.hashes], buckets, read, _Timer())
+        self._send_all(link, {}, [*self.transports, self.hashes], buckets, read, _Timer())
         second = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         hashes, self.hashes = self.hashes.hashes, None
         self._together(
@@ -227,22 +248,25 @@ class WeightUpdater:
         )
 
     def _together(self, *actions: Callable):
-        """Run this rank's actions to their end, wait for all ranks' actions; returns the last one's result."""
-        attempts = _Attempts()
-        result = attempts.run(*actions)
-        self._agree(attempts.failure)
+        """Run all of this rank's actions, and wait for all ranks' to end; returns the last one's result.
+
+        Raises the first failure, on the other ranks too: see `Agreement.check`.
+        """
+        failure = result = None
+        for action in actions:
+            try:
+                result = action()
+            except Exception as error:
+                failure = failure or error
+        self.agreement.check("the weight update", failure)
         return result
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise on every rank if any rank failed: the others would wait for it in the next collective call."""
-        failed = torch.tensor(int(failure is not None))
-        dist.all_reduce(failed, group=self.group)
-        if not failed:
-            return
-        messages = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(messages, failure and str(failure), group=self.group)
-        texts = "; ".join(f"trainer rank {rank}: {text}" for rank, text in enumerate(messages) if text)
-        raise RuntimeError(f"the weight update failed: {texts}") from failure
+
+def _finish(loop: BackgroundLoop, sessions: Collection[UpdateSession], buckets: list[Bucket]) -> None:
+    for session in sessions:
+        for bucket in buckets:
+            session.sent(bucket.slots)
+    loop.run([session.finish() for session in sessions])
 
 
 class _Timer:
@@ -258,20 +282,3 @@ class _Timer:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - started
-
-
-class _Attempts:
-    """Runs actions that may fail, and keeps the first failure until all ranks are told."""
-
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-
-    def run(self, *actions: Callable):
-        """Run all; returns the last one's result, None where it failed."""
-        result = None
-        for action in actions:
-            try:
-                result = action()
-            except FAILURES as error:
-                result, self.failure = None, self.failure or error
-        return result

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from miles.backends.megatron_utils import checkpoint, step_metrics, torch_adam
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
@@ -79,14 +80,15 @@ class MegatronTrainRayActor:
         self.family = family_for(self.hf_config)
         self.family.check_layout(self.hf_config, config.parallel_sizes)
         initialize(config, self.rank, self.world_size, master)
+        # While a trainer sleeps, Megatron's groups are away; and on a GPU its communicators are for what is large.
+        self.agreement = Agreement(dist.new_group(backend="gloo", timeout=timeout(config)))
         self.chunks = build_model(config, self.hf_config)
         self.parallel = parallel_info(self.chunks[0].config)
         self._load_weights()
         self.state = build_train_state(config, self.chunks, self._total_steps())
         self._load_checkpoint()
         self.trainer = self._shard_trainer()
-        # First, since all ranks build it together: what follows may fail on one.
-        groups = SubGroups(functools.partial(build_process_groups, config), timeout(config))
+        groups = SubGroups(functools.partial(build_process_groups, config), self.agreement)
         if config.stream_optimizer_state_to_disk:
             # It takes over the optimizer's step and its state in checkpoints.
             self.streamed = StreamedOptimizer(
@@ -95,6 +97,7 @@ class MegatronTrainRayActor:
                 config.offload_train_disk_chunk_mb * 2**20,
                 MOMENT_DTYPES[config.stream_optimizer_state_moment_dtype],
                 pinned=config.device == "cuda",
+                agreement=self.agreement,
             )
         self.residency = (
             build_residency(config, self.rank, self.state, groups, self.party) if config.offload_train else None
@@ -269,7 +272,7 @@ class MegatronTrainRayActor:
             checkpoint_folder=config.hf_checkpoint,
             engines=engines,
             rank=self.rank,
-            group=dist.new_group(timeout=timeout(config), backend="gloo"),
+            agreement=self.agreement,
             address=ray.util.get_node_ip_address(),
             buffer_size=config.update_weight_buffer_size,
             reads_copy=self.residency is not None,
@@ -297,10 +300,12 @@ class MegatronTrainRayActor:
     def save(self, rollout_id: int) -> None:
         """Write this rank's part of the checkpoint of `rollout_id`, awake or asleep."""
         with self._awake():
-            checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer=not self.config.no_save_optim)
+            with_optimizer = not self.config.no_save_optim
+            checkpoint.save(self.config.save, rollout_id, self.state, with_optimizer, self.agreement)
             if self.reference_moved:
                 with self.reference.swapped_in():
-                    checkpoint.save_weights(partial_folder(self.config.save, rollout_id) / REFERENCE, self.state)
+                    folder = partial_folder(self.config.save, rollout_id) / REFERENCE
+                    checkpoint.save_weights(folder, self.state, self.agreement)
             empty_caches(torch.device(self.config.device))  # the writer's pinned buffers are as large as the state
 
     def export_hf(self, rollout_id: int) -> None:
@@ -308,10 +313,7 @@ class MegatronTrainRayActor:
         folder = self.config.save_hf.format(rollout_id=rollout_id)
         source, is_writer = self.config.hf_checkpoint, self.rank == 0
         with self._awake(), writing("--save-hf", folder):
-            # Experts are spread over data-parallel ranks.
-            if parallel_state.get_data_parallel_rank() == 0 or self.parallel.ep_size > 1:
-                save_hf(folder, self.chunks, self.family, self.hf_config, self.parallel, source, is_writer)
-            dist.barrier()
+            save_hf(folder, self.chunks, self.family, self.hf_config, self.parallel, source, is_writer, self.agreement)
 
     # Where the memory is; see TrainerResidency for each verb.
 

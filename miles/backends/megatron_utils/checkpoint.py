@@ -15,7 +15,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import CheckpointException
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.model import TrainState
+from miles.backends.megatron_utils.sharded_writer import write_sharded
 from miles.backends.megatron_utils.torch_adam import fill_states, megatron_optimizers
 from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
 from miles.utils.disk import writing
@@ -32,21 +34,22 @@ _METADATA = {
 }
 
 
-def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool) -> None:
-    """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together."""
+def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool, agreement: Agreement) -> None:
+    """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together.
+
+    Raises:
+        ValueError: this rank could not write, with the folder and the bytes that are free there.
+        AnotherRankFailed: another one could not.
+    """
     folder = partial_folder(root, rollout_id)
+    what = f"saving {folder}"
     with writing("--save", root):
-        if dist.get_rank() == 0:
-            begin_checkpoint(root, rollout_id)
-        dist.barrier()
-        with causes():
-            dist_checkpointing.save(
-                _sharded_state(state, with_optimizer, is_loading=False),
-                str(folder / MODEL),
-                content_metadata=_METADATA,
-            )
-        torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
-        dist.barrier()
+        with agreement.alone(what):
+            if dist.get_rank() == 0:
+                begin_checkpoint(root, rollout_id)
+        write_sharded(folder / MODEL, _sharded_state(state, with_optimizer, is_loading=False), _METADATA)
+        with agreement.alone(what):
+            torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
 
 
 def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
@@ -87,17 +90,18 @@ def is_of_critic(folder: Path) -> bool:
     return "output_layer.bias" in saved
 
 
-def save_weights(folder: Path, state: TrainState) -> None:
-    """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together."""
+def save_weights(folder: Path, state: TrainState, agreement: Agreement) -> None:
+    """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together.
+
+    Raises as `save`.
+    """
+    what = f"saving {folder}"
     with writing("--save", folder):
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True)
-        dist.barrier()
-        with causes():
-            dist_checkpointing.save(
-                _sharded_state(state, with_optimizer=False, is_loading=False), str(folder), content_metadata=_METADATA
-            )
-        dist.barrier()
+        with agreement.alone(what):
+            if dist.get_rank() == 0:
+                folder.mkdir(parents=True)
+        write_sharded(folder, _sharded_state(state, with_optimizer=False, is_loading=False), _METADATA)
+        agreement.check(what)
 
 
 def load_weights(folder: Path, state: TrainState) -> None:

@@ -1,6 +1,5 @@
 """Megatron's process groups while the trainer sleeps: destroyed, and built anew behind the same attributes."""
 
-import datetime
 import enum
 import gc
 import logging
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
+
+from miles.backends.megatron_utils.agreement import Agreement
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,13 @@ class SubGroups:
     are away, and usual cycles search nothing. Known places are kept alive. The groups of a world of one rank stay as
     they are: they have no peers to keep buffers for, and destroying them took 0.5 to 0.8 s a sleep on an H200.
 
-    build: makes Megatron's groups; called again with the same result. timeout: for agreements between the ranks.
+    build: makes Megatron's groups; called again with the same result. agreement: of all ranks, through a group that
+    stays.
     """
 
-    def __init__(self, build: Callable[[], None], timeout: datetime.timedelta):
+    def __init__(self, build: Callable[[], None], agreement: Agreement):
         self._build = build
-        # For agreement while the others are away; on a GPU the world's own communicator need not come into being.
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self.agreement = agreement
         self._state = _State.UP
         self._alone = dist.get_world_size() == 1
         self._places: list[_Place] = []
@@ -73,7 +74,7 @@ class SubGroups:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             # Nobody's last collective may lose its peer.
-            dist.barrier(group=self._control)
+            dist.barrier(group=self.agreement.group)
             self._sharing, self._settings = set(_sharing(_named_groups()).values()), _settings()
             self._replaced = {}
             self._state = _State.CHANGING
@@ -92,7 +93,7 @@ class SubGroups:
     def rebuild(self) -> None:
         """Build the groups and put each where its predecessor was. No-op where they exist.
 
-        Finishes a `destroy` or `rebuild` that failed. Raises RuntimeError on every rank where one rank could not build.
+        Finishes a `destroy` or `rebuild` that failed. All ranks raise where one could not build: see `Agreement.check`.
         """
         if self._state is _State.UP:
             logger.info("the process groups exist already")
@@ -104,15 +105,10 @@ class SubGroups:
             self.destroy()
         # A group's name in the store is its number. After a failure on one rank only the counts may differ.
         world = distributed_c10d._world
-        world.group_count = self._largest(world.group_count)
-        self._state, failed = _State.CHANGING, True
-        try:
+        world.group_count = self.agreement.largest(world.group_count)
+        self._state = _State.CHANGING
+        with self.agreement.alone("building the process groups anew"):
             self._build()
-            failed = False
-        finally:
-            failed = self.failed_anywhere(failed)
-        if failed:
-            raise RuntimeError("another rank could not build its process groups: rebuild() again, on all ranks")
         groups = _named_groups()
         if (sharing := set(_sharing(groups).values())) != self._sharing:
             raise RuntimeError(
@@ -127,10 +123,6 @@ class SubGroups:
             logger.warning("stand-ins of destroyed process groups are still held: %s", unknown)
         self._state = _State.UP
 
-    def failed_anywhere(self, failed: bool) -> bool:
-        """Whether any rank says that it failed; all ranks call it together, with the groups up or down."""
-        return bool(self._largest(int(failed)))
-
     def verify(self) -> None:
         """Check that nobody holds a group that was destroyed, or, after `rebuild`, what stood in for it.
 
@@ -143,11 +135,6 @@ class SubGroups:
         if self._left():
             raise RuntimeError(f"destroyed process groups are still held: {self._explain()}")
         gc.freeze()
-
-    def _largest(self, number: int) -> int:
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
-        return int(tensor)
 
     def _left(self) -> dict[int, str]:
         """{id: name} of what must be gone and still lives."""

@@ -10,7 +10,6 @@
 
 import gc
 import logging
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +30,11 @@ from miles.residency.memory import DeviceMemory, device_memory, span
 from miles.residency.plan import Move, Party, Place, Policy, Region, start, trainer_leaves, trainer_returns
 from miles.residency.policy import policy_of
 from miles.residency.state import RegionTable, State
+from miles.utils.host_memory import resident_bytes
 
 logger = logging.getLogger(__name__)
 
+_MOVING = "moving a trainer rank's memory"
 # More than this left on the GPU by a sleeping rank is worth a warning.
 RESIDUAL_BOUND_BYTES = 512 * 2**20
 # So much more than usual in tensors outside the regions is worth a search for cycles of garbage, which takes 0.3 s.
@@ -47,10 +48,6 @@ class Moved:
     move: Move
     seconds: float
     copied: int
-
-
-class _AnotherRankFailed(RuntimeError):
-    """This rank is well and waits for the next call."""
 
 
 class TrainerResidency:
@@ -104,14 +101,15 @@ class TrainerResidency:
         if not moves:
             logger.info("sleep: the trainer is asleep already")
             return {}
-        # A streamed optimizer has no buffers: it is never on the GPU.
-        hashed = [region for region in (Region.WEIGHTS, Region.OPTIMIZER) if self.buffers[region]]
-        if self._check and all(self._at(region, State.GPU) for region in hashed):
-            self._fingerprints = self.hash_everything()
-        started = time.perf_counter()
-        drop_quantized_workspaces(self.state.models)
-        empty_caches(self.device)
-        metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
+        with self._telling(moves):
+            # A streamed optimizer has no buffers: it is never on the GPU.
+            hashed = [region for region in (Region.WEIGHTS, Region.OPTIMIZER) if self.buffers[region]]
+            if self._check and all(self._at(region, State.GPU) for region in hashed):
+                self._fingerprints = self.hash_everything()
+            started = time.perf_counter()
+            drop_quantized_workspaces(self.state.models)
+            empty_caches(self.device)
+            metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
         if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
             gc.collect()
             self._usual_outside = self._outside_bytes()
@@ -125,8 +123,9 @@ class TrainerResidency:
         if not moves:
             return {}
         started = time.perf_counter()
-        empty_caches(self.device)
-        metrics = self._run(moves, "wake_up", "perf/reload_process_groups_time")
+        with self._telling(moves):
+            empty_caches(self.device)
+            metrics = self._run(moves, "wake_up", "perf/reload_process_groups_time")
         for region, buffers in self.buffers.items():
             for index in range(len(buffers)):
                 self.store.discard(_key(region, index))
@@ -151,16 +150,17 @@ class TrainerResidency:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the trainer is awake; if it was asleep, it sleeps again afterwards."""
+        """Within it the trainer is awake; if it was asleep, it sleeps again afterwards.
+
+        Not so after a failure: it would wait for ranks that may not come, and its cause would not be heard.
+        """
         was_asleep, groups_away = self.asleep, self._at(Region.COMM, State.DROPPED)
         self.wake_up()
-        try:
-            yield
-        finally:
-            if was_asleep:
-                self.sleep()
-            if groups_away:
-                self.destroy_process_groups()
+        yield
+        if was_asleep:
+            self.sleep()
+        if groups_away:
+            self.destroy_process_groups()
 
     # Reading
 
@@ -200,30 +200,31 @@ class TrainerResidency:
         """One move, unless it is made already; returns its seconds."""
         started = time.perf_counter()
         if self._pending(move):
-            self._move(move, verb)
+            with self._telling([move]):
+                self._move(move, verb)
         return {f"perf/{verb}_time": time.perf_counter() - started}
 
     def _run(self, moves: list[Move], verb: str, groups_time: str) -> dict[str, float]:
-        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took.
-
-        A rank that fails alone tells the others before they wait for it in a move that all make together.
-        """
+        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took."""
         self.moved = []
-        self._agreements = sum(map(self._is_collective, moves))
-        try:
-            for move in moves:
-                self.moved.append(self._move(move, verb))
-        except _AnotherRankFailed:
-            raise
-        except Exception:
-            if self._agreements:
-                self.groups.failed_anywhere(True)
-            raise
+        for move in moves:
+            self.moved.append(self._move(move, verb))
         metrics = {f"perf/{verb}_bytes": float(sum(moved.copied for moved in self.moved))}
         for moved in self.moved:
             if moved.move.region is Region.COMM:
                 metrics[groups_time] = moved.seconds
         return metrics
+
+    @contextmanager
+    def _telling(self, moves: list[Move]) -> Iterator[None]:
+        """A rank that fails within it tells the others before they wait for it in a move that all make together."""
+        self._agreements = sum(map(self._is_collective, moves))
+        try:
+            yield
+        except Exception as error:
+            if self._agreements:
+                self.groups.agreement.check(_MOVING, error)
+            raise
 
     def _move(self, move: Move, caller: str) -> Moved:
         """One move. A failed one leaves the region where it was."""
@@ -289,9 +290,9 @@ class TrainerResidency:
 
     def _agree(self) -> None:
         """Ahead of what all ranks do together: raise where another rank did not come this far."""
-        self._agreements -= 1
-        if self.groups.failed_anywhere(False):
-            raise _AnotherRankFailed("another trainer rank could not move its memory: see its error")
+        left, self._agreements = self._agreements - 1, 0  # who fails at this one is not waited for at the next
+        self.groups.agreement.check(_MOVING)
+        self._agreements = left
 
     # Reports
 
@@ -391,9 +392,3 @@ def empty_caches(device: torch.device) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-
-
-def resident_bytes() -> int:
-    """Host memory that this process holds now, pinned buffers included."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

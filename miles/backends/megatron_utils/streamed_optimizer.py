@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adamw import adamw
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.streamed_state import NEIGHBOURS, Bucket, StateFile, decode
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers, step_device
 from miles.residency.disk_store import round_up
-from miles.utils.errors import UserError
+from miles.utils.errors import UserError, one_line
 
 _UNFINISHED = (
     "an optimizer step failed midway on this or another rank: the optimizer state on disk is of two steps and can't be "
@@ -64,12 +64,22 @@ class StreamedOptimizer:
         chunk_bytes: host memory for staging. On a GPU a third of it is used there too, during a step.
         moment_dtype: format of the moments on disk; Adam computes in fp32.
         pinned: whether the staging memory is pinned.
+        agreement: of all ranks.
 
     Raises:
         ValueError: another optimizer, a chunk too small, a folder in memory, or a disk too full.
     """
 
-    def __init__(self, state: TrainState, folder: str, chunk_bytes: int, moment_dtype: torch.dtype, pinned: bool):
+    def __init__(
+        self,
+        state: TrainState,
+        folder: str,
+        chunk_bytes: int,
+        moment_dtype: torch.dtype,
+        pinned: bool,
+        agreement: Agreement,
+    ):
+        self._agreement = agreement
         self._optimizer = _distributed_optimizer(state.optimizer)
         self._inner = self._optimizer.optimizer
         self._device = next(state.models[0].parameters()).device
@@ -138,17 +148,13 @@ class StreamedOptimizer:
         assert not self._readable, "no step while the state is materialised"
         # Until all buckets are written, on all ranks.
         self._problem = _UNFINISHED
-        failure: OSError | None = None
-        try:
-            self._file.stream(self._updates())
-        except OSError as error:
-            failure = error
-        failed = torch.tensor(float(failure is not None), device=self._device)
         # A rank that waits in the gather for one that failed would not say why.
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._optimizer.get_grad_stats_parallel_group())
-        if failed.item():
-            self._problem = _UNFINISHED if failure is None else f"{_UNFINISHED} ({self._folder}: {failure})"
-            raise RuntimeError(self._problem) from failure
+        with self._agreement.alone("an optimizer step"):
+            try:
+                self._file.stream(self._updates())
+            except Exception as error:
+                self._problem = f"{_UNFINISHED} ({self._folder}: {one_line(error)})"
+                raise RuntimeError(self._problem) from error
         for shard in self._shards:
             self._inner.state[shard.main_param]["step"] += 1
         self._moments_are_zero = False

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
+from miles.ray.failure import inside
 from miles.utils.errors import AnotherRankFailed, one_line
 
 # What torch says on a rank whose peer has gone or does not come: gloo, NCCL, and the store that groups meet at.
@@ -44,19 +45,21 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The error in one line, with what a user can do about it."""
-        if isinstance(self.error, RayActorError):
-            line = f"{type(self.error).__name__}: {str(self.error).strip().splitlines()[0]}"
-        else:
-            # An actor's error arrives wrapped, with the traceback of its process as its text.
-            line = one_line(self.error.cause if isinstance(self.error, RayTaskError) else self.error)
-        advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, line)), None)
-        return line if advice is None else f"{line}; {advice}"
+        """The error in one line."""
+        error = inside(self.error)
+        if isinstance(error, RayActorError):
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return one_line(error)
+
+    @property
+    def advice(self) -> str | None:
+        """What a user can do about it."""
+        return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, self.text)), None)
 
     @property
     def follows(self) -> bool:
         """Whether it only says that another rank failed, or did not come."""
-        return isinstance(self.error, AnotherRankFailed) or _ONLY_WAITED.search(self.text) is not None
+        return isinstance(inside(self.error), AnotherRankFailed) or _ONLY_WAITED.search(self.text) is not None
 
 
 def cause(method: str, failures: Sequence[Failure], ended: Sequence[str], grace: float) -> Exception:
@@ -68,11 +71,12 @@ def cause(method: str, failures: Sequence[Failure], ended: Sequence[str], grace:
         ended: who had not answered `grace` seconds after the first failure.
     """
     first, *others = sorted(failures, key=lambda failure: failure.follows)
-    notes = [f"{first.who} failed in {method}: {first.text}"]
+    notes = ["; ".join(part for part in (f"{first.who} failed in {method}", first.advice) if part)]
     by_text: dict[str, list[str]] = {}
     for failure in others:
         by_text.setdefault(failure.text, []).append(failure.who)
-    notes += [f"{', '.join(who)} failed after that: {text}" for text, who in by_text.items()]
+    for text, who in by_text.items():
+        notes.append(f"{', '.join(who)} failed after that: {'the same' if text == first.text else text}")
     if ended:
         notes.append(f"{', '.join(ended)} did not answer within {grace:g} s of it and had to be ended")
         if first.follows:

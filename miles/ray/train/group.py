@@ -63,7 +63,7 @@ class TrainGroup:
                 failure = Failure(self.who[rank], error)
                 failures.append(failure)
                 log = logger.info if failure.follows else logger.error
-                log("%s failed in %s: %s", failure.who, method, failure.text)
+                log("%s failed in %s: %s", failure.who, method, "; ".join(filter(None, (failure.text, failure.advice))))
                 raise
 
         answers = [asyncio.ensure_future(answer(rank)) for rank in range(len(calls))]

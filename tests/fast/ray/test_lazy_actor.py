@@ -10,7 +10,7 @@ from miles.ray.cluster import speaks_grpc
 from miles.ray.failure import inside
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train import group
-from miles.utils.errors import sentence_of
+from miles.utils.errors import one_line, sentence_of
 
 # Importable in the actors' processes only, as Megatron's and SGLang's classes are meant to be.
 MODULE = '''
@@ -41,7 +41,9 @@ class Counter:
         return os.getcwd()
 
     def fail(self):
-        raise KeyError("name")
+        error = KeyError("name")
+        error.add_note("of a folder")
+        raise error
 
     def refuse_with_a_note(self):
         error = UserError("give less")
@@ -124,8 +126,9 @@ def test_errors_keep_their_type(options):
         with pytest.raises(ValueError, match="7 is refused") as caught:
             await counter.refuse(7)
         assert str(caught.value.cause) == "7 is refused"
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) as caught:
             await counter.fail()
+        assert one_line(caught.value.cause) == "KeyError: 'name'; of a folder"
         with pytest.raises(AttributeError, match="no_such_method"):
             await counter.no_such_method()
         assert await counter.add(1) == 1  # it lives on
@@ -165,12 +168,15 @@ def test_coroutines_run_side_by_side(options):
     assert asyncio.run(go()) == (["a", "b", "c"], 3)
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_an_error_of_the_constructor_keeps_its_type(options, concurrent):
-    counter = ActorClient("lazy_example.Counter", -1, options=options, concurrent=concurrent)
+@pytest.mark.parametrize(
+    ("concurrent", "start_at", "error", "message"),
+    [(False, -1, ValueError, "start is -1, it must not be negative"), (True, None, TypeError, "not supported between")],
+)
+def test_an_error_of_the_constructor_keeps_its_type(options, concurrent, start_at, error, message):
+    counter = ActorClient("lazy_example.Counter", start_at, options=options, concurrent=concurrent)
 
     async def go():
-        with pytest.raises(ValueError, match="start is -1, it must not be negative"):
+        with pytest.raises(error, match=message):
             await counter.add(1)
 
     start = time.monotonic()
@@ -193,7 +199,7 @@ def test_a_rank_that_is_killed_ends_the_call_and_the_ranks_that_wait_for_it(opti
         return caught.value.__notes__
 
     first, ended = asyncio.run(go())
-    assert first.startswith("trainer rank 1 on two failed in sleep: ActorDiedError: ") and "ended by a signal" in first
+    assert first.startswith("trainer rank 1 on two failed in sleep; its process was ended by a signal")
     assert ended == "trainer rank 0 on one did not answer within 1 s of it and had to be ended"
 
 

@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 from miles.backends.megatron_utils.hf import family_for
 from miles.backends.megatron_utils.hf.base import EMBEDDING, HEAD, Entry, Family
 from miles.backends.megatron_utils.hf.layouts import Column, Gated, Qkv, Replicated, Row, Vocab
+from miles.weight_sync.gather import Gatherer, views
 
 
 class StageModel(torch.nn.Module):
@@ -159,6 +160,21 @@ def grid(new_group, rank, world_size, tp=1, pp=1, ep=1, etp=1, chunks=1, layers=
         etp_size=etp,
         etp_group=(lambda: etp_group) if etp > 1 else no_group,
     )
+
+
+def hf_tensors(chunks, family, hf_config, parallel, index, read):
+    """Check everything, then return an iterator over every (name, full tensor) of the model, on all ranks in step."""
+    gatherer = Gatherer(chunks, family, hf_config, parallel, index, 256 * 2**20, copies=True)
+
+    def tensors():
+        for bucket in gatherer.buckets:
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            if (failure := gatherer.fill(bucket, flat, read, everywhere=True)) is not None:
+                raise failure
+            yield from views(bucket, flat).items()
+            del flat
+
+    return tensors()
 
 
 def alone(layers):

@@ -15,12 +15,14 @@ class Engine:
     """Opens every rank's bucket, joins process groups, and records the calls.
 
     received: for each rank {name: tensor}. batches: the names of each bucket. times: (start, end) of each bucket.
-    fail_on: path whose calls answer 400. seconds: that taking a bucket lasts.
+    left: process groups that it was told to leave. fail_on: path whose calls answer 400. seconds: that taking a bucket
+    lasts.
     """
 
     def __init__(self, tp_size=1, fail_on=None, seconds=0.0, running=0):
         self.calls, self.received, self.version = [], [{} for _ in range(tp_size)], None
         self.batches, self.times, self.pauses, self.groups = [], [], [], {}
+        self.left = []
         self.seconds, self.running = seconds, running
         engine = self
 
@@ -61,6 +63,8 @@ class Engine:
         if path == "/init_weights_update_group":
             assert body["backend"] == "gloo" and len(self.received) == 1
             self.groups[body["group_name"]] = join(body)
+        if path == "/destroy_weights_update_group":
+            self.left.append(body["group_name"])
         start = time.monotonic()
         if path == "/update_weights_from_tensor":
             assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False

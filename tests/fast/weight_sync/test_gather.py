@@ -11,10 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.utils.errors import one_line
 from miles.weight_sync.export import save_hf
-from miles.weight_sync.gather import Gatherer, hf_tensors, live, views
+from miles.weight_sync.gather import Gatherer, live, views
 from miles.weight_sync.live_bytes import LiveBytes
 from miles.weight_sync.plan import make_plan
 from tests.fast.weight_sync.conftest import (
@@ -25,6 +27,7 @@ from tests.fast.weight_sync.conftest import (
     expert_chunk,
     fall_asleep,
     grid,
+    hf_tensors,
 )
 
 
@@ -85,8 +88,16 @@ def main(rank, world_size, store, root, *sizes):
             check_gathered(folder, grid(dist.new_group, rank, world_size, **sizes, layers=3))
         tied = grid(dist.new_group, rank, world_size, **sizes, layers=3)
         model, config = loaded_stage(root / "tied", tied)
-        save_hf(root / "export", [model], family_for(config), config, tied, root / "tied", is_writer=rank == 0)
-        dist.barrier()
+        save_hf(
+            root / "export",
+            [model],
+            family_for(config),
+            config,
+            tied,
+            root / "tied",
+            rank == 0,
+            Agreement(dist.group.WORLD),
+        )
     index, config = CheckpointIndex(root / "experts"), load_hf_config(root / "experts")
     chunks = [expert_chunk(index, parallel, n) for n in range(len(parallel.chunk_layers[0]))]
     order = make_plan(ExpertFamily(), config, alone(4), index).shapes
@@ -121,13 +132,13 @@ def fail_to_read(rank, gatherer, chunk):
     parameters = dict(chunk.named_parameters())
     for planned, own in gatherer.own.items():
         own[:] = [parameters[planned.entry.megatron_name.format(expert)] for expert in range(len(own))]
-    failures = []
-    for bucket in gatherer.buckets:
-        try:
-            gatherer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8), read, everywhere=True)
-        except RuntimeError as error:
-            failures.append(str(error))
-    assert failures == (["decoder.layers.1.q_a could not be read: injected"] if rank == 1 else [])
+    failures = [
+        one_line(failure)
+        for bucket in gatherer.buckets
+        for failure in [gatherer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8), read, everywhere=True)]
+        if failure is not None
+    ]
+    assert failures == (["OSError: injected; decoder.layers.1.q_a could not be read"] if rank == 1 else [])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.sglang_utils.client import SGLangClient, SGLangError
@@ -58,7 +59,9 @@ def updater_of(weights_folder, checkpoint, engines, group, **changes):
         check_equal=False,
         timeout=timedelta(minutes=1),
     )
-    return WeightUpdater([model], family, config, alone(layers), checkpoint, engines, 0, group, **options | changes)
+    return WeightUpdater(
+        [model], family, config, alone(layers), checkpoint, engines, 0, Agreement(group), **options | changes
+    )
 
 
 def local(url):

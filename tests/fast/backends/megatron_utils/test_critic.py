@@ -143,9 +143,8 @@ def learn_alone(checkpoint, folder, port):
     for name, parameter in by_name(language_model).items():
         parameter.data.copy_(found[name] if name in found else torch.zeros_like(parameter))
     assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
-    save_hf(
-        str(folder / "gradients"), language_model, critic.family, critic.hf_config, critic.parallel, checkpoint, True
-    )
+    described = (critic.family, critic.hf_config, critic.parallel)
+    save_hf(str(folder / "gradients"), language_model, *described, checkpoint, True, critic.agreement)
     torch.save({"lines": lines, "values": values, "head": head}, folder / "alone.pt")
     leave_world()
 

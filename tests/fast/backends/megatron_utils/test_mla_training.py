@@ -64,6 +64,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     """Compare recomputed gradients; take a step, save it, load it into another model and export that."""
     from miles.backends.megatron_utils import checkpoint as saving
     from miles.backends.megatron_utils import cpu_support
+    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import family_for, load_hf_config
     from miles.backends.megatron_utils.hf.checkpoint_io import load_into, model_tensors
     from miles.backends.megatron_utils.logits import Scoring
@@ -106,7 +107,8 @@ def train(folder: Path, layout: str, what: str) -> None:
     gradients(state)
     with cpu_support.cuda_type_names():
         state.optimizer.step()
-    saving.save(str(folder / "saved"), 0, state, with_optimizer=True)
+    agreement = Agreement(torch.distributed.new_group(backend="gloo"))
+    saving.save(str(folder / "saved"), 0, state, True, agreement)
     other = state_of({})
     with torch.no_grad():
         for tensor in model_tensors(other.models[0]).values():
@@ -117,7 +119,7 @@ def train(folder: Path, layout: str, what: str) -> None:
         assert torch.equal(loaded[name], tensor), name
     is_writer = torch.distributed.get_rank() == 0
     parallel = parallel_info(other.models[0].config)
-    save_hf(folder / "export", other.models, family, hf_config, parallel, checkpoint, is_writer)
+    save_hf(folder / "export", other.models, family, hf_config, parallel, checkpoint, is_writer, agreement)
 
 
 def main(rank: int, world_size: int, root: Path, master: str, what: str) -> None:

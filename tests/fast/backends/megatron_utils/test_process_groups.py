@@ -8,7 +8,6 @@ import sys
 import time
 import types
 import weakref
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -117,7 +116,7 @@ def cycled(actor, shard):
         if failures:
             raise failures.pop()
 
-    groups = SubGroups(build, timedelta(minutes=1))
+    groups = SubGroups(build, actor.agreement)
     foreign = dist.new_group(backend="gloo")
     yield actor.train(0, shard)
 
@@ -148,7 +147,6 @@ def cycled(actor, shard):
             assert taken[0] is current[name]
         if cycle == 1:
             actor.connect([])
-            in_torch += 1
             late.items, late.entry, late.cell = [None, current[name]], {"group": current[name]}, closure(current[name])
             assert not gc.is_tracked(late.entry)
         else:
@@ -207,7 +205,7 @@ def failing_rebuild(actor, groups, failures):
         failures.append(OSError("no more sockets"))
         extra = dist.new_group([0], backend="gloo")
         dist.destroy_process_group(extra)
-    with pytest.raises(OSError if actor.rank == 0 else RuntimeError, match="no more sockets|another rank"):
+    with pytest.raises(OSError if actor.rank == 0 else RuntimeError, match="no more sockets"):
         groups.rebuild()
     assert not groups.alive
     with pytest.raises(RuntimeError, match="neither up nor down"):

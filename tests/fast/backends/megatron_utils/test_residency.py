@@ -160,7 +160,7 @@ def fail_alone(rank, actor, waits):
             actor.wake_up()
         del store.load
     elif waits:
-        with pytest.raises(RuntimeError, match="another trainer rank could not move its memory"):
+        with pytest.raises(RuntimeError, match="moving a trainer rank's memory: trainer rank 1: OSError: injected"):
             actor.wake_up()
     else:
         actor.wake_up()
@@ -182,7 +182,7 @@ def failing(method, region):
 
 def memory(checkpoint, folder, port):
     """With the disk as its target a sleeping trainer keeps next to nothing of its 16 bytes a parameter."""
-    from miles.backends.megatron_utils.residency import resident_bytes
+    from miles.utils.host_memory import resident_bytes
 
     actor, shard = build(0, 1, checkpoint, folder, port, (), DISK)
     actor.residency._check = False  # its temporaries would blur the figures

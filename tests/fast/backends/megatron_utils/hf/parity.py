@@ -213,7 +213,8 @@ def compare(folder: Path, layout: str, changes: dict) -> dict:
     from miles.backends.megatron_utils.logits import Scoring
     from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
     from miles.backends.megatron_utils.training import run_micro_batches
-    from miles.weight_sync.gather import hf_tensors, live
+    from miles.weight_sync.gather import live
+    from tests.fast.weight_sync.conftest import hf_tensors
 
     checkpoint = folder / "checkpoint"
     hf_config = load_hf_config(checkpoint)
