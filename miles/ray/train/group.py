@@ -85,8 +85,8 @@ class TrainGroup:
 
     async def init(self) -> None:
         """Build process groups and model on every rank and load the weights."""
-        address = await self.ranks[0].master_address()
-        await self._all("init", address)
+        addresses = await self._all("master_address")
+        await self._all("init", addresses[0])
 
     async def connect(self, engines: list[EngineTarget]) -> None:
         """Tell the ranks which engines get their weights."""
