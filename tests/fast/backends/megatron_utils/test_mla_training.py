@@ -70,6 +70,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     from miles.backends.megatron_utils.logits import Scoring
     from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
     from miles.backends.megatron_utils.training import run_micro_batches
+    from miles.utils.checkpoint_folder import partial_folder
     from miles.weight_sync.export import save_hf
 
     checkpoint = folder / "checkpoint"
@@ -113,7 +114,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     with torch.no_grad():
         for tensor in model_tensors(other.models[0]).values():
             tensor.fill_(7.0)
-    saving.load(folder / "saved" / "iter_0000000", other, with_optimizer=True)
+    saving.load(partial_folder(folder / "saved", 0), other, with_optimizer=True)
     loaded = model_tensors(other.models[0])
     for name, tensor in model_tensors(state.models[0]).items():
         assert torch.equal(loaded[name], tensor), name
