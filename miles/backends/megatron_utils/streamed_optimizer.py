@@ -227,7 +227,7 @@ class StreamedOptimizer:
             )
             for part, value in zip(parts, values, strict=True):
                 self._in_parameter_buffer(part.shard)[part.in_shard].copy_(value)
-        bucket.store_moments(exp_avg, exp_avg_sq, self._seed(index))
+        bucket.store_moments(exp_avg, exp_avg_sq, self._steps_taken(), index * self._file.bucket_elements)
 
     def _take_over(self, index: int, slot: torch.Tensor) -> Callable[[], object]:
         """The state as it was before, into a bucket of the new file."""
@@ -240,13 +240,13 @@ class StreamedOptimizer:
             if state:
                 exp_avg[part.in_bucket].copy_(state["exp_avg"][part.in_shard])
                 exp_avg_sq[part.in_bucket].copy_(state["exp_avg_sq"][part.in_shard])
-        bucket.store_moments(exp_avg, exp_avg_sq, self._seed(index))
+        bucket.store_moments(exp_avg, exp_avg_sq, self._steps_taken(), index * self._file.bucket_elements)
         return lambda: None
 
-    def _seed(self, index: int) -> int:
-        """Of the rounding of bucket `index` in this step."""
-        state = self._inner.state[self._parts[index][0].shard.main_param] if self._parts[index] else {}
-        return int(state["step"] if state else 0) * self._file.buckets + index
+    def _steps_taken(self) -> int:
+        """Adam's count, which all shards share: the seed of a step's rounding."""
+        state = self._inner.state[self._shards[0].main_param] if self._shards else {}
+        return int(state["step"]) if state else 0
 
     def _in_parameter_buffer(self, shard: _Shard) -> torch.Tensor:
         """Where the gather takes the shard's new values from, flat. As DistributedOptimizer finds it."""

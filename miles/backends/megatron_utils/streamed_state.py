@@ -6,7 +6,8 @@ area of the file, in position order; a bucket is the same stretch of every area.
 Moments may be stored in a narrower format than fp32. It has one fp32 scale for every NEIGHBOURS values in a row. Of
 the second moment it keeps the root, whose exponents span half the range. It rounds at random, up or down so that the
 expected value is right: a moment moves by a share of 1 - beta a step, often less than half the distance of two codes,
-and rounding to the nearest would freeze it. A second moment, which divides, is zero only if it was.
+and rounding to the nearest would freeze it. What is drawn depends on the position and the step, not on the buckets. A
+second moment, which divides, is zero only if it was.
 """
 
 import mmap
@@ -34,8 +35,12 @@ SLOTS = 3  # one is read, one is worked on, one is written
 _MAP_NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
-def encode(values: torch.Tensor, dtype: torch.dtype, root: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    values: torch.Tensor, dtype: torch.dtype, root: bool, seed: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`values` (fp32, flat, a multiple of NEIGHBOURS long) as codes of `dtype` and an fp32 scale a row.
+
+    They lie at `start`, another multiple, of the positions; a position and a `seed` always draw the same.
 
     The error of a value (of its root, with `root`) is less than the distance of two codes there: the value times
     `finfo(dtype).eps`, but at least `scale` times the format's smallest number.
@@ -49,10 +54,9 @@ def encode(values: torch.Tensor, dtype: torch.dtype, root: bool, seed: int) -> t
     scales = _power_of_two(exponents - (mantissas == 0.5).int())
     rows = rows / scales[:, None]
     steps = (_power_of_two(torch.frexp(rows).exponent - 1) * info.eps).clamp_(min=smallest)
-    generator = torch.Generator(rows.device).manual_seed(seed)
-    draws = torch.rand(rows.shape, device=rows.device, generator=generator)
     counts = rows / steps
     below = counts.floor()
+    draws = _draws(seed, start // NEIGHBOURS, len(rows), rows.device)
     rounded = ((below + (draws < counts - below)) * steps).clamp_(-top, top)
     if root:
         rounded = torch.where(rows > 0, rounded.clamp(min=smallest), rounded)
@@ -63,6 +67,25 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, root: bool) -> torch.Tenso
     """What `encode` was given, in fp32, flat, up to its error."""
     values = codes.float().view(-1, NEIGHBOURS) * scales[:, None]
     return (values.square_() if root else values).flatten()
+
+
+def _draws(seed: int, first_row: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Uniform in [0, 1), fp32 [rows, NEIGHBOURS], each a hash of seed, row and column. Repeats after 2^31 rows."""
+    bits = (torch.arange(first_row, first_row + rows, device=device) & 0x7FFFFFFF).int()
+    bits = _mixed(bits ^ _mixed(torch.tensor(seed & 0x7FFFFFFF, dtype=torch.int32, device=device)))
+    bits = _mixed(bits[:, None] ^ torch.arange(NEIGHBOURS, dtype=torch.int32, device=device))
+    return bits.bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """`bits` (int32) mixed in place by the hash lowbias32 of https://nullprogram.com/blog/2018/07/31."""
+    # A shift to the right repeats the sign, which the mask takes off.
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= 0x846CA68B - 2**32
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -103,8 +126,8 @@ class Bucket:
             decode(self.exp_avg_sq, self.exp_avg_sq_scales, root=True),
         )
 
-    def store_moments(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, seed: int) -> None:
-        """Keep what `moments` gave out and the caller changed."""
+    def store_moments(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, seed: int, start: int) -> None:
+        """Keep what `moments` gave out and the caller changed. seed, start: as in `encode`; start is the bucket's."""
         if self.exp_avg_scales is None:
             assert exp_avg is self.exp_avg and exp_avg_sq is self.exp_avg_sq
             return
@@ -112,7 +135,7 @@ class Bucket:
             (exp_avg, False, self.exp_avg, self.exp_avg_scales),
             (exp_avg_sq, True, self.exp_avg_sq, self.exp_avg_sq_scales),
         ):
-            new_codes, new_scales = encode(values, codes.dtype, root, 2 * seed + root)
+            new_codes, new_scales = encode(values, codes.dtype, root, 2 * seed + root, start)
             codes.copy_(new_codes)
             scales.copy_(new_scales)
 
