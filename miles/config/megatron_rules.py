@@ -88,40 +88,4 @@ def _router_losses(v: Values) -> Iterator[str]:
         )
 
 
-def _rate_schedule(v: Values) -> Iterator[str]:
-    if v.lr_warmup_fraction is not None and v.lr_warmup_iters:
-        yield (
-            f"--lr-warmup-fraction {v.lr_warmup_fraction} and --lr-warmup-iters {v.lr_warmup_iters} both set the "
-            "warm-up; keep one"
-        )
-    if v.lr_warmup_init > v.lr:
-        yield f"--lr-warmup-init {v.lr_warmup_init} is above --lr {v.lr}; the warm-up rises, so give a lower one"
-    wsd = v.lr_decay_style == "WSD"
-    if wsd and v.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the optimizer steps of the decay at its end; add it"
-    if wsd and v.lr_wsd_decay_iters is not None and v.lr_wsd_decay_iters > (v.lr_decay_iters or v.lr_wsd_decay_iters):
-        yield (
-            f"--lr-wsd-decay-iters {v.lr_wsd_decay_iters} is more than --lr-decay-iters {v.lr_decay_iters}, at whose "
-            "end it decays; lower the first or raise the second"
-        )
-    for name, default in (("lr_wsd_decay_iters", None), ("lr_wsd_decay_style", "exponential")):
-        if not wsd and getattr(v, name) != default:
-            yield f"{flag_of(name)} is for --lr-decay-style WSD and that is {v.lr_decay_style}; drop it"
-
-
-def _weight_decay(v: Values) -> Iterator[str]:
-    start, end, style = v.start_weight_decay, v.end_weight_decay, v.weight_decay_incr_style
-    if style == "constant":
-        for name in ("start_weight_decay", "end_weight_decay"):
-            if getattr(v, name) is not None:
-                yield (
-                    f"{flag_of(name)} is for a weight decay that rises and --weight-decay-incr-style is constant; "
-                    "choose linear or cosine, or use --weight-decay"
-                )
-    elif start is None or end is None:
-        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; add both"
-    elif end < start:
-        yield f"--end-weight-decay {end} is below --start-weight-decay {start}; weight decay can only rise"
-
-
-MEGATRON_RULES = (_recompute, _overlap, _transformer_engine, _router_losses, _rate_schedule, _weight_decay)
+MEGATRON_RULES = (_recompute, _overlap, _transformer_engine, _router_losses)

@@ -22,7 +22,9 @@ class OptimizerConfig(Section):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = Field(
         "exponential", description="Shape of WSD's decay."
     )
-    lr_warmup_iters: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up.")
+    lr_warmup_iters: int = Field(
+        0, ge=0, description="Optimizer steps of the linear warm-up. The first has the rate of --lr-warmup-init."
+    )
     lr_warmup_fraction: float | None = Field(
         None, ge=0, lt=1, description="The warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters."
     )

@@ -12,6 +12,7 @@ from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
+from miles.config.optimizer_rules import OPTIMIZER_RULES, optimizer_warnings
 from miles.config.path_rules import PATH_RULES
 from miles.config.paths import dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
@@ -40,6 +41,7 @@ RULES: list[Rule] = [
     *MULTI_TURN_RULES,
     *SCHEDULE_RULES,
     *EVAL_RULES,
+    *OPTIMIZER_RULES,
 ]
 
 
@@ -63,10 +65,7 @@ def warn(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
     yield from eval_warnings(v)
     yield from multi_turn_warnings(v)
-    if v.lr == 0 and v.needs_trainer:
-        yield "--lr 0: the weights will not change"
-    if v.min_lr > 0 and v.lr_decay_style == "constant" and v.needs_trainer:
-        yield f"--min-lr {v.min_lr} has no effect with --lr-decay-style constant"
+    yield from optimizer_warnings(v)
     yield from _batch_warnings(v)
     yield from algorithm_warnings(v)
     yield from offload_warnings(v)
@@ -192,17 +191,6 @@ def _labels(v: Values) -> Iterator[str]:
         yield "--loss-type sft_loss needs --label-key, the column with the text to learn"
     elif v.rm_type not in (None, *WITHOUT_LABEL) and v.needs_engines:
         yield f"--rm-type {v.rm_type} needs --label-key, the column with the right answer"
-
-
-# --- optimizer ---
-
-
-@_rule
-def _schedule(v: Values) -> Iterator[str]:
-    if v.lr_decay_iters is not None and v.lr_warmup_iters >= v.lr_decay_iters:
-        yield f"--lr-warmup-iters {v.lr_warmup_iters} must be less than --lr-decay-iters {v.lr_decay_iters}"
-    if v.min_lr > v.lr:
-        yield f"--min-lr {v.min_lr} must not be above --lr {v.lr}"
 
 
 # --- checkpoints ---

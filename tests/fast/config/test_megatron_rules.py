@@ -36,20 +36,6 @@ CASES = {
         ({"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": "2"},
          "(--pipeline-model-parallel-size 2); use alltoall"),
     ],
-    "_rate_schedule": [
-        ({"lr_warmup_fraction": "0.1", "lr_warmup_iters": "1"}, "both set the warm-up; keep one"),
-        ({"lr_warmup_init": "1"}, "--lr-warmup-init 1.0 is above --lr 1e-06"),
-        ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
-        ({"lr_wsd_decay_iters": "3"}, "--lr-wsd-decay-iters is for --lr-decay-style WSD and that is constant"),
-        ({"lr_wsd_decay_style": "cosine"}, "--lr-wsd-decay-style is for --lr-decay-style WSD and that is constant"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": "4"}, "--lr-wsd-decay-iters 4 is more than --lr-decay-iters"),
-    ],
-    "_weight_decay": [
-        ({"end_weight_decay": "1"}, "--end-weight-decay is for a weight decay that rises"),
-        ({"weight_decay_incr_style": "linear", "end_weight_decay": "1"}, "needs --start-weight-decay and"),
-        ({"weight_decay_incr_style": "linear", "start_weight_decay": "1", "end_weight_decay": "0.5"},
-         "--end-weight-decay 0.5 is below --start-weight-decay 1.0"),
-    ],
 }  # fmt: skip
 
 
@@ -71,8 +57,6 @@ def test_refused(argv, changes, expected):
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": "mlp moe"},
         {"overlap_grad_reduce": "", "overlap_param_gather": ""},
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": "2", "lr_warmup_fraction": "0.1"},
-        {"weight_decay_incr_style": "cosine", "start_weight_decay": "0", "end_weight_decay": "0.1"},
     ],
 )
 def test_taken(argv, changes):

@@ -15,6 +15,7 @@ from miles.config.hooks_rules import HOOKS_RULES
 from miles.config.layout_rules import LAYOUT_RULES
 from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES
+from miles.config.optimizer_rules import OPTIMIZER_RULES
 from miles.config.path_rules import PATH_RULES
 from miles.config.resolve import ConfigError, resolve
 from miles.config.reward_rules import REWARD_RULES
@@ -106,10 +107,6 @@ CASES = {
         ({"label_key": None}, "--rm-type exact needs --label-key"),
         ({"label_key": None, "loss_type": "sft_loss"}, "--loss-type sft_loss needs --label-key"),
     ],
-    "_schedule": [
-        ({"lr_decay_iters": "4", "lr_warmup_iters": "4"}, "--lr-warmup-iters 4 must be less than --lr-decay-iters 4"),
-        ({"min_lr": "1"}, "--min-lr 1.0 must not be above --lr 1e-06"),
-    ],
     "_checkpoints": [
         ({"save_interval": "2"}, "--save-interval 2 needs --save"),
         ({"ckpt_step": "2"}, "--ckpt-step 2 needs --load"),
@@ -131,6 +128,7 @@ def test_the_table_has_every_rule():
         *LAYOUT_RULES,
         *MEGATRON_RULES,
         *MULTI_TURN_RULES,
+        *OPTIMIZER_RULES,
         *PATH_RULES,
         *REWARD_RULES,
         *ROLLOUT_RULES,
