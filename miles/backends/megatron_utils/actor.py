@@ -130,7 +130,7 @@ class MegatronTrainRayActor:
     def _load_other(self, flag: str, folder: str) -> HostWeights:
         check_same_computation(flag, folder, self.hf_config, load_hf_config(folder))
         self._load_hf_weights(folder)
-        return HostWeights(self.chunks)
+        return HostWeights(self.chunks, f"{flag} {folder}")
 
     def _load_checkpoint(self) -> None:
         config = self.config
@@ -143,7 +143,7 @@ class MegatronTrainRayActor:
             checkpoint.load(folder, self.state, with_optimizer=not config.no_load_optim)
             logger.info("continuing from %s", folder)
         if config.keep_old_actor:
-            self.old_actor = HostWeights(self.chunks)
+            self.old_actor = HostWeights(self.chunks, "--keep-old-actor")
 
     # Training
 

@@ -2,21 +2,42 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf import family_for
 from miles.backends.megatron_utils.hf.checkpoint_io import model_tensors
+from miles.residency.disk_store import round_up
+from miles.residency.pinned import HostBuffer
 from miles.utils.errors import UserError
+
+_ALIGNMENT = 64  # bytes, of each weight in the copy
 
 
 class HostWeights:
-    """A copy of a model's weights as they are now, on the host (pinned beside a GPU). chunks: the model's parts."""
+    """A copy of a model's weights as they are now, in one piece of host memory of their size, pinned beside a GPU.
 
-    def __init__(self, chunks: list[torch.nn.Module]):
+    Args:
+        chunks: the model's parts.
+        whose: which weights these are, for the message.
+
+    Raises:
+        ValueError: the memory is not there, or can't be pinned.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], whose: str):
         self._chunks = chunks
-        self._weights = [_host_copy(weight) for weight in _weights(chunks)]
+        weights = _weights(chunks)
+        *starts, nbytes = accumulate((round_up(weight.nbytes, _ALIGNMENT) for weight in weights), initial=0)
+        remedy = f"they are for the weights of {whose}: use hosts with more memory, share the model out, or do without"
+        memory = HostBuffer(nbytes, any(weight.is_cuda for weight in weights), remedy).tensor
+        self._weights = [
+            memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+            for start, weight in zip(starts, weights, strict=True)
+        ]
+        self.take(torch.Tensor.detach)
 
     @torch.no_grad()
     def take(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -81,8 +102,3 @@ def _swap(current: torch.Tensor, weight: torch.Tensor) -> None:
 def _weights(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     """Parameters, and the buffers that a checkpoint has (biases of a router)."""
     return [weight for chunk in chunks for weight in model_tensors(chunk).values()]
-
-
-def _host_copy(weight: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-    return copy.copy_(weight.detach())
