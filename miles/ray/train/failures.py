@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ray.exceptions import RayActorError
 
 from miles.ray.failure import inside
-from miles.utils.errors import AnotherRankFailed, one_line
+from miles.utils.errors import AnotherRankFailed, UserError, one_line
 
 # What torch says on a rank whose peer has gone or does not come: gloo, NCCL, and the store that groups meet at.
 _ONLY_WAITED = re.compile(
@@ -53,7 +53,9 @@ class Failure:
 
     @property
     def advice(self) -> str | None:
-        """What a user can do about it."""
+        """What a user can do about it, where the error does not say so itself."""
+        if isinstance(inside(self.error), UserError):
+            return None
         return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, self.text)), None)
 
     @property

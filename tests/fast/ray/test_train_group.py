@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from miles.config import RunConfig
 from miles.ray.train import group as group_module
 from miles.ray.train.group import CriticGroup, TrainGroup, critic_config
-from miles.utils.errors import AnotherRankFailed
+from miles.utils.errors import AnotherRankFailed, UserError
 from tests.fast.fake_checkpoint import save_fake
 
 NODES = [f"10.0.0.{node}" for node in range(8)]
@@ -75,6 +75,7 @@ KINDS = {
     "file": (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "is full"),
     "bad file": (SafetensorError("Error while deserializing header: header too large"), "header too large"),
     "assertion": (AssertionError("3 shards"), "AssertionError: 3 shards"),
+    "sentence": (UserError("writing to --save /data failed: No space left on device"), "on device$"),
     "signal": (ActorDiedError(), "ActorDiedError: The actor died unexpectedly.*ended by a signal.*dmesg"),
 }
 VERBS = {
