@@ -246,7 +246,7 @@ _RUN = re.compile(rf"(?<!\\)(?<!\\{_LETTER})(?<!{_LETTER}){_LETTER}+")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _OPERATORS = set("+-*/=<>^_|!\\")
 _SMALL_WORDS = set("is of to in at on by if no be we it he as am pm an do go so up us".split())
-_SIDE_BY_SIDE = re.compile(r"(?<!_)\d\s+\d|(?<![\\a-zA-Z_])[a-zA-Z]\s+\d|\d\s*\.\s*\.", re.ASCII)
+_SIDE_BY_SIDE = re.compile(r"(?<!_)(?<!_\w\^)\d\s+\d|(?<![\\a-zA-Z_])[a-zA-Z]\s+\d|\d\s*\.\s*\.", re.ASCII)
 
 
 def read(text: str) -> Reading | None:

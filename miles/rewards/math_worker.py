@@ -178,7 +178,8 @@ def exact(expression: sympy.Basic) -> sympy.Basic:
     """The expression with fractions for its decimals."""
     if isinstance(expression, sympy.Float):
         return sympy.Rational(str(expression))
-    if not expression.has(sympy.Float):
+    # Of a relation between sets latex2sympy may make True or False.
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or not expression.has(sympy.Float):
         return expression
     if isinstance(expression, sympy.MatrixBase):
         return expression.applyfunc(exact)

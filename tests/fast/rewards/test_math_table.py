@@ -137,6 +137,13 @@ WRITTEN = [  # label, what a box holds, verdict
     (r"\begin{pmatrix} 0.5 \\ 3 \end{pmatrix}", r"\begin{pmatrix} \frac12 \\ 3 \end{pmatrix}", 1),
     ("6 - 5i", "-5i + 6", 1),
     (r"\frac{a}{b}", r"\frac{b}{a}", 0),
+    ("1", r"\{1\} \subset \{1, 2\}", 0),
+    ("0.5", r"\{0.5\} \cup [1, 2.5]", 0),
+    (r"\{0.5\} \cup [1, 2.5]", r"\{\frac12\} \cup [1, \frac52]", 1),
+    ("0.5x + 1 = y", r"y = \frac{x}{2} + 1", 1),
+    ("0.5 < x < 2", r"\frac12 < x < 2", 1),
+    (r"\int_0^1 0.5 dx", "0.5", 1),
+    (r"\begin{cases} 0.5 & x > 0 \\ 1 & x \le 0 \end{cases}", "0.5", UNSURE),
     # percentages and decimals
     ("50%", r"50\%", 1),
     ("50%", "0.5", 1),
