@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.rollout.filter_hub.dynamic_sampling_filters import advice, check_no_aborted, check_reward_nonzero_std
@@ -44,6 +44,7 @@ def test_rewards_must_differ(rewards, reason):
 VALUES = st.one_of(st.none(), st.sampled_from([0.0, -0.0, 0.1 + 0.2, 0.3, 0.25, math.nextafter(0.25, 1), 1.0]))
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(VALUES, max_size=6))
 def test_the_order_of_a_group_decides_nothing(data, rewards):
     shuffled = data.draw(st.permutations(rewards))
