@@ -48,6 +48,7 @@ async def run(config: RunConfig) -> None:
         if config.needs_trainer:
             await handover.to_training()
             metrics |= await models.train(rollout_id, batch.shards, checkpointer, report)
+            del batch  # so that its shards leave the object store before the next are made
             with report.timer("save"):
                 await checkpointer.save_if_due(rollout_id)
         await batches.settle()

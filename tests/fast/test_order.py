@@ -4,11 +4,14 @@ The services only record. The main cases are written out; the others are compare
 docs/advanced/colocate.md, told once more here. With a critic: test_order_with_critic.py.
 """
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
 from miles.ray.handover import Handover
+from miles.ray.rollout.training_data import RolloutResult
 from miles.residency.state import ResidencyError
 from tests.fast.fake_checkpoint import save_fake
 from tests.fast.recording_driver import calls_of, driver, steps_of
@@ -418,3 +421,22 @@ async def test_every_policy_that_a_command_line_can_ask_for(drive):
         if v["target"] == "disk" or v["stream"]:
             flags += " --offload-train-disk-dir ."
         assert await drive(flags) == told_by_the_tables(v), flags
+
+
+@pytest.mark.parametrize("schedule", ["--colocate", AHEAD, ASYNC])
+async def test_a_batch_is_let_go_once_it_is_trained(drive, schedule):
+    """While a rollout is made no earlier batch is kept alive, but for the one that is trained on meanwhile."""
+    made, alive = [], []
+
+    class Shard:
+        """Stands for the reference to what lies in the object store."""
+
+    def generate():
+        gc.collect()
+        alive.append([rollout_id for rollout_id, shard in enumerate(made) if shard() is not None])
+        shard = Shard()
+        made.append(weakref.ref(shard))
+        return RolloutResult([shard], {})
+
+    await drive(schedule, generate=generate)
+    assert alive == ([[], [0], [1]] if schedule == AHEAD else [[], [], []])
