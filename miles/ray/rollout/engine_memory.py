@@ -167,6 +167,7 @@ class RolloutMemory:
         engines: the engines.
         movable: the regions that may leave; others never move, whatever is asked.
         check_engines: called after a failure; raises, with the reason, if it was that a server has ended.
+        before_release: awaited when the engines are in use no more and memory is about to leave.
     """
 
     def __init__(
@@ -174,10 +175,12 @@ class RolloutMemory:
         engines: Sequence[EngineMemory],
         movable: Collection[Region],
         check_engines: Callable[[], Awaitable[None]],
+        before_release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._engines = engines
         self._movable = movable
         self._check_engines = check_engines
+        self._before_release = before_release
         self._lock = asyncio.Lock()
         self._users: list[str] = []
         self._unused = asyncio.Event()
@@ -242,6 +245,8 @@ class RolloutMemory:
         async with self._lock:
             if regions:
                 await self._wait_until_unused(verb)
+                if move is EngineMemory.release and self._before_release is not None:
+                    await self._before_release()
             results = await self._of_all(lambda engine: move(engine, regions))
         return {
             f"perf/{verb}_rollout_time": time.perf_counter() - start,

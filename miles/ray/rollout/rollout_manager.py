@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from ray.actor import ActorHandle
 from transformers import AutoTokenizer
 
 from miles.config import RunConfig
+from miles.config.names import flag_of
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.rollout_state import read_state, write_state
@@ -36,6 +38,8 @@ from miles.utils.garbage import collect_rarely
 from miles.utils.json_values import as_json
 from miles.utils.loop_watch import LoopWatch
 from miles.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 Groups = Sequence[Sequence[Sample]]
 
@@ -74,6 +78,8 @@ class RolloutManager:
         # When the last batch of --fully-async was taken, or its generation began.
         self._taken: float | None = None
         self._watch: LoopWatch | None = None
+        # Since memory left: no function of the user's can reach the engines.
+        self._cut_off = False
         # One step ahead: the rollout that was begun last, and the state from before it.
         self._before: tuple[int, dict[str, Any]] | None = None
 
@@ -104,6 +110,7 @@ class RolloutManager:
             ],
             self._movable,
             engines.check,
+            self._cut_off_what_is_left,
         )
         await self._memory.measure()
         collect_rarely()
@@ -140,6 +147,7 @@ class RolloutManager:
             # Before the first await: a save while this rollout is made keeps what was there before it.
             self._before = (rollout_id, self._state())
         async with self._memory.in_use(f"rollout {rollout_id}"):
+            self._let_in()
             version = await self._engines.version()
             groups, metrics = await self._groups(rollout_id, version)
         if self._taken is not None:
@@ -221,6 +229,7 @@ class RolloutManager:
         """
         config, hooks = self._config, self._hooks
         async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
+            self._let_in()
             if self._taken is not None:
                 self._collector.pause()
             try:
@@ -266,6 +275,32 @@ class RolloutManager:
             ResidencyError: a rollout or an evaluation still runs, or an engine failed; all others are awaited first.
         """
         return await self._memory.offload(tags)
+
+    async def _cut_off_what_is_left(self) -> None:
+        """End the requests that functions of the user's left running: SGLang would end on a release under one.
+
+        What they send from then on, until the next rollout or evaluation, is cut off at once.
+        """
+        hooks, pool = self._hooks, self._pool
+        fields = {"rollout_function_path": hooks.rollout, "eval_function_path": hooks.eval}
+        fields["custom_generate_function_path"] = hooks.generate
+        flags = [flag_of(field) for field, function in fields.items() if function is not None]
+        if pool is None or not flags or self._cut_off:
+            return
+        if pool.in_flight:
+            logger.warning(
+                "%d samples are still in flight, though the rollout is over: what %s names has left their requests "
+                "running. They are aborted, since the engines' memory leaves: await or cancel all that it begins",
+                pool.in_flight,
+                " or ".join(flags),
+            )
+        self._cut_off = True
+        await pool.hold()
+
+    def _let_in(self) -> None:
+        if self._cut_off:
+            self._cut_off = False
+            self._pool.release()
 
     async def onload(self, tags: Sequence[str]) -> dict[str, float]:
         """Take engine memory back, under the same rule: those of `tags` that are away. The weights come back undefined.

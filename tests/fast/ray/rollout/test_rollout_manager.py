@@ -11,16 +11,21 @@ import psutil
 import pytest
 import ray
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.supervisor import group_members
 from miles.ray import placement_group as placing
+from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.ray.rollout.rollout_state import read_state, write_state
+from miles.residency.plan import Region
 from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.collector import Collected
+from miles.rollout.engine_pool import EnginePool
+from miles.rollout.hooks import Hooks
 from miles.rollout.sample_io import save_samples
 from miles.utils.arguments import parse_args
+from miles.utils.types import Sample
 from tests.fast.ray.rollout.test_training_data import groups_of
 
 ALL_STAY = ("--no-offload-train", "--no-offload-rollout")
@@ -360,3 +365,57 @@ async def test_a_useless_teacher_is_refused_before_engines_start(engine_flags, l
     with pytest.raises(ValueError, match=f"the teacher {url} .--opd-teacher-urls. can't be asked"):
         await RolloutManager(config, [engine]).start()
     assert not (tmp_path / "logs").exists()
+
+
+class OneRequest:
+    """A client whose request ends when it is aborted."""
+
+    url = "http://engine"
+
+    def __init__(self):
+        self.sent, self.aborted = 0, asyncio.Event()
+
+    async def generate(self, input_ids, sampling_params):
+        self.sent += 1
+        await self.aborted.wait()
+        raise SGLangError(self.url, None, "aborted", 1)
+
+    async def abort(self):
+        self.aborted.set()
+
+
+class Released(EngineMemory):
+    """The memory of that engine, which must run nothing when it is released."""
+
+    async def missing(self):
+        return []
+
+    async def release(self, regions):
+        assert self._client.sent == 0 or self._client.aborted.is_set()
+        return 0
+
+
+async def test_what_a_function_of_the_users_left_running_never_meets_the_release(engine_flags, monkeypatch, caplog):
+    monkeypatch.setattr("miles.ray.rollout.rollout_manager.EngineMemory.release", Released.release)
+    manager = RolloutManager(parse_args(engine_flags), [])
+    client = OneRequest()
+    manager._hooks = Hooks(rollout=lambda *_: None)
+
+    async def all_live():
+        return {}
+
+    pool = manager._pool = EnginePool(manager._config, [client], 4, manager._tokenizer, all_live)
+    engines = [Released("engine 0", client)]
+    manager._memory = RolloutMemory(engines, [Region.KV_CACHE], all_live, manager._cut_off_what_is_left)
+    sample, parameters = Sample(index=0, group_index=0, tokens=[97]), {"max_new_tokens": 4}
+    left = asyncio.create_task(pool.complete([sample], [parameters]))
+    await asyncio.sleep(0)
+    await manager.offload([Region.KV_CACHE])
+    assert left.done() and sample.status is Sample.Status.ABORTED and client.sent == 1
+    assert "1 samples are still in flight, though the rollout is over: what --rollout-function-path" in caplog.text
+    # What it begins afterwards reaches no engine, until the next rollout.
+    await pool.complete([sample], [parameters])
+    assert client.sent == 1 and sample.status is Sample.Status.ABORTED
+    async with manager._memory.in_use("rollout 1"):
+        manager._let_in()
+        await asyncio.wait_for(pool.wait_released(), 5)
