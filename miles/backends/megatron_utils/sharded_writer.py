@@ -36,6 +36,6 @@ def write_sharded(folder: Path, state: dict[str, Any], metadata: dict[str, Any])
         if not isinstance(error, CheckpointException):
             raise
         own = error.failures.get(dist.get_rank())
-        raise own[0] if own else AnotherRankFailed(f"writing {folder}: {error}") from error
+        raise own[0] if own else AnotherRankFailed(f"writing {folder} failed on another rank: {error}") from error
     finally:
         FileSystemWriterAsync.write_preloaded_data = staticmethod(write)

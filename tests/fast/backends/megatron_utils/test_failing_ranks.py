@@ -37,7 +37,8 @@ def test_a_failure_is_heard_everywhere_and_the_next_try_succeeds(run_ranks, tiny
             if rank == failing:
                 assert error.startswith("UserError: " if of_the_disk else f"{kind}: ") and kind in error, what
             elif place != "sleeping":  # groups leave first: what follows of a sleep is every rank's own
-                assert error.startswith("AnotherRankFailed: ") and kind in error, what
+                assert error.startswith("AnotherRankFailed: "), what
+                assert kind in error or place == "saving, Megatron's part", what  # which says no more elsewhere
             if of_the_disk or (writes and rank != failing):
                 assert str(tmp_path) in error, what
 
@@ -76,7 +77,7 @@ def places(actor, shard):
     store = actor.residency.store
     yield "training", 1, [(actor.streamed, "_update")], lambda: actor.train(0, shard)
     yield "saving, the folder", 0, [(checkpoint, "begin_checkpoint")], lambda: actor.save(0)
-    yield "saving, Megatron's part", 1, [(filesystem_async, "_write_item")], lambda: actor.save(0)
+    yield "saving, Megatron's part", 0, [(filesystem_async, "_write_item")], lambda: actor.save(0)
     yield "saving, ours", 1, [(checkpoint.torch, "save")], lambda: actor.save(0)
     yield "exporting", 0, [(HFWriter, "write")], lambda: actor.export_hf(0)
     yield "syncing, room", 1, [(updater, "empty_bucket")], lambda: actor.update_weights(1)
