@@ -66,7 +66,9 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     provenance = {name: "default" for name in values if name != "sglang"} | origins
     provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
-    return Resolved(RunConfig(**values), provenance, [as_given(warning) for warning in warn(Values(values))])
+    return Resolved(
+        RunConfig(**values).with_given(origins), provenance, [as_given(warning) for warning in warn(Values(values))]
+    )
 
 
 def _convert(raw: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

@@ -1,8 +1,9 @@
 """The whole configuration of a run."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
@@ -67,6 +68,19 @@ class RunConfig(
 
     Built by `miles.utils.arguments.parse_args`, which also derives what was left unset and checks the whole.
     """
+
+    _given: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that the user gave a value, on the command line or in the YAML file."""
+        return self._given
+
+    def with_given(self, names: Iterable[str]) -> "RunConfig":
+        """The same configuration with these names as `given`."""
+        changed = self.model_copy()
+        changed._given = frozenset(names)
+        return changed
 
 
 # Pydantic collects fields from the last base class to the first; people read them in that order.

@@ -85,7 +85,7 @@ class MegatronTrainRayActor:
         self.chunks = build_model(config, self.hf_config)
         self.parallel = parallel_info(self.chunks[0].config)
         self._load_weights()
-        self.state = build_train_state(config, self.chunks, self._total_steps())
+        self.state = build_train_state(self._continued_config(), self.chunks, self._total_steps())
         self._load_checkpoint()
         self.trainer = self._shard_trainer()
         groups = SubGroups(functools.partial(build_process_groups, config), self.agreement)
@@ -131,6 +131,13 @@ class MegatronTrainRayActor:
         check_same_computation(flag, folder, self.hf_config, load_hf_config(folder))
         self._load_hf_weights(folder)
         return HostWeights(self.chunks, f"{flag} {folder}")
+
+    def _continued_config(self) -> RunConfig:
+        """With the optimizer's settings of the checkpoint where the user gave none."""
+        config = self.config
+        if config.load is None or config.no_load_optim:
+            return config
+        return checkpoint.continued_config(locate(config.load, config.ckpt_step), config)
 
     def _load_checkpoint(self) -> None:
         config = self.config

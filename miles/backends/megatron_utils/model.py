@@ -1,6 +1,7 @@
 """Builds the Megatron model, optimizer and schedule of one rank from a Hugging Face configuration."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from miles.backends.megatron_utils import cpu_support, torch_adam
 from miles.backends.megatron_utils.hf import family_for, padded_vocab_size
 from miles.backends.megatron_utils.parts import transformer_engine
 from miles.config import RunConfig
+from miles.config.continued import settings_of
 from miles.config.layout_rules import virtual_stages
 from miles.weight_sync.parallel import ParallelInfo
 
@@ -26,12 +28,15 @@ from miles.weight_sync.parallel import ParallelInfo
 class TrainState:
     """What one rank trains: its wrapped model, the optimizer and the learning-rate schedule (steps as units).
 
-    chunks: the model's parts on this pipeline stage, several where stages are interleaved.
+    Args:
+        chunks: the model's parts on this pipeline stage, several where stages are interleaved.
+        settings: those of optimizer and schedule, as a checkpoint keeps them.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    settings: dict[str, Any]
 
     @property
     def models(self) -> list[GPTModel]:
@@ -227,7 +232,7 @@ def build_train_state(config: RunConfig, chunks: list[GPTModel], total_steps: in
         # Gradients are reduced once a step, after its last micro-batch.
         functions = [chunk.no_sync for chunk in wrapped]
         megatron_config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    return TrainState(wrapped, optimizer, scheduler)
+    return TrainState(wrapped, optimizer, scheduler, settings_of(config))
 
 
 def _scheduler(config: RunConfig, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:

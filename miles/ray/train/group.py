@@ -184,6 +184,12 @@ def critic_config(config: RunConfig) -> RunConfig:
     if load is not None and step is None:
         found = find_checkpoint(load, None)
         load, step = (None, None) if found is None else (load, found[0])
+    # What the user gave of the critic's own.
+    given = config.given - {"lr", "lr_warmup_iters", "lr_warmup_fraction"}
+    if not config.given.isdisjoint(("critic_lr", "lr")):
+        given |= {"lr"}
+    if "critic_lr_warmup_iters" in config.given:
+        given |= {"lr_warmup_iters"}
     return config.model_copy(
         update={
             "lr": config.critic_lr,
@@ -195,7 +201,7 @@ def critic_config(config: RunConfig) -> RunConfig:
             "save_hf": None,
             "keep_old_actor": False,
         }
-    )
+    ).with_given(given)
 
 
 def _added_up(results: list[dict[str, float]]) -> dict[str, float]:

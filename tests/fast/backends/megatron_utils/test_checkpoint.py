@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ PP2 = ("--pipeline-model-parallel-size", "2")
 SCHEDULE = ("--lr-warmup-iters", "3", "--lr-decay-style", "linear")
 PLAIN = ("--no-use-distributed-optimizer",)
 SAVED_AFTER, ROLLOUTS = 0, 3  # of two optimizer steps each
+LONGER = 5  # rollouts of a run that is resumed with OTHER flags
+OTHER = ("--lr", "0.002", "--min-lr", "0.0002", "--weight-decay", "0.3", "--adam-beta2", "0.9", "--adam-eps", "1e-6")
+OTHER = (*OTHER, "--lr-decay-style", "cosine", "--lr-warmup-iters", "1")
+UNNAMED = 8  # the number of a checkpoint that is like SAVED_AFTER's but does not keep the settings by name
 UNTRAINED = 7  # the number of a checkpoint that is saved before the first step
 
 # name -> (ranks, flags); each is trained to the end and saves after rollouts 0 and 1.
@@ -35,6 +40,15 @@ RESUMED = {
     "alone, plain optimizer": ("alone, plain optimizer", 1, PLAIN),
     "untrained": ("alone, plain optimizer", 1, (*PLAIN, "--ckpt-step", str(UNTRAINED), "--start-rollout-id", "0")),
     "chosen step": ("alone", 1, ("--ckpt-step", "1")),
+    "other flags": ("alone", 1, OTHER),
+    "other flags, plain optimizer": ("alone, plain optimizer", 1, (*PLAIN, *OTHER)),
+    "other flags, unnamed before": (
+        "alone, plain optimizer",
+        1,
+        (*PLAIN, *OTHER, "--ckpt-step", str(UNNAMED), "--start-rollout-id", "1"),
+    ),
+    "distributed to plain": ("alone", 1, PLAIN),
+    "plain fp32 to bf16": ("alone, plain optimizer", 1, (*PLAIN, "--bf16")),
     "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
     "no optimizer saved": ("alone, no optimizer saved", 1, ()),
     "no optimizer saved or wanted": ("alone, no optimizer saved", 1, ("--no-load-optim",)),
@@ -89,6 +103,14 @@ def test_save_and_load(results):
     assert (chosen["start"], chosen["weights"]) == (2, straight["weights"][2:])
     assert chosen["metrics"] == straight["metrics"][2:]
 
+    # Other flags hold from the first step to the last. Two steps were taken before, and the decay ends with the run.
+    rates = [0.0002 + 0.0018 * (1 + math.cos(math.pi * (step - 1) / (2 * LONGER - 1))) / 2 for step in range(2, 6)]
+    for name in ("other flags", "other flags, plain optimizer", "other flags, unnamed before"):
+        resumed = results("resumed", name)
+        found = [metrics["train/lr-pg_0"] for metrics in resumed["metrics"]]
+        assert found == pytest.approx([sum(rates[:2]) / 2, sum(rates[2:]) / 2]), name
+        assert resumed["groups"] == [[0.3, [0.9, 0.9], 1e-6]] * 2, name
+
     # Saved before the first step, when a plain optimizer has no moments yet: all of the run.
     assert results("resumed", "untrained") == results("straight", "alone, plain optimizer")
 
@@ -106,6 +128,13 @@ def test_save_and_load(results):
         assert fresh["metrics"][0]["train/step"] == 2 and fresh["weights"][1] != straight["weights"][2]
     refused = results("resumed", "no optimizer saved")
     assert "iter_0000000 holds no optimizer state" in refused["error"] and "--no-load-optim" in refused["error"]
+
+    error = results("resumed", "distributed to plain")["error"]
+    assert (
+        "with --use-distributed-optimizer and this run has --no-use-distributed-optimizer and --no-bf16: opt" in error
+    )
+    error = results("resumed", "plain fp32 to bf16")["error"]
+    assert "with --no-use-distributed-optimizer and --no-bf16 and this run has --no-use-distributed-opt" in error
 
     # No marker: a new run from the Hugging Face weights, whatever lies there.
     assert results("resumed", "no marker") == {**straight, "start": 0}
@@ -142,7 +171,8 @@ def main(rank, phase, checkpoint, folder, ports):
     for name, ranks, flags in alone[rank::2] + together:
         scratch = folder / phase / f"{name}, rank {rank}"
         scratch.mkdir()
-        config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*SCHEDULE, *flags], scratch)
+        length, flags = (LONGER, flags) if "--lr" in flags else (ROLLOUTS, (*SCHEDULE, *flags))
+        config = tracing.trace_config(checkpoint, ranks, length, flags, scratch)
         result = run(tracing, config, rank if ranks == 2 else 0, ranks, ports[name])
         if result["error"] or result["metrics"][-1]:
             (folder / phase / f"{name}.json").write_text(json.dumps(result))
@@ -157,7 +187,7 @@ def run(tracing, config, rank, ranks, port):
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
-    result = {"start": None, "weights": [], "metrics": [], "error": None}
+    result = {"start": None, "weights": [], "metrics": [], "groups": [], "error": None}
     try:
         actor.init(f"127.0.0.1:{port}")
     except UserError as error:
@@ -172,16 +202,38 @@ def run(tracing, config, rank, ranks, port):
                 finish_checkpoint(config.save, UNTRAINED)
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
+            # Biases and norms have no weight decay.
+            group = max(actor.state.optimizer.param_groups, key=lambda group: group["weight_decay"])
+            result["groups"].append([group["weight_decay"], group["betas"], group["eps"]])
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
             result["weights"].append(digest(actor.chunks))
             if config.save is not None and rollout_id < 2:
                 actor.save(rollout_id)
                 if rank == 0:
                     finish_checkpoint(config.save, rollout_id)
+            if config.save is not None and not config.use_distributed_optimizer and rollout_id == SAVED_AFTER:
+                save_without_names(actor)
+                if rank == 0:
+                    finish_checkpoint(config.save, UNNAMED)
         torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     return result
+
+
+def save_without_names(actor):
+    from miles.backends.megatron_utils import checkpoint
+
+    original = checkpoint._sharded_state
+
+    def without_names(*arguments, **keywords):
+        state = original(*arguments, **keywords)
+        assert state.pop("settings")["lr"] == 0.001
+        return state
+
+    checkpoint._sharded_state = without_names
+    actor.save(UNNAMED)
+    checkpoint._sharded_state = original
 
 
 def digest(chunks):
