@@ -323,7 +323,7 @@ async def test_an_abort_at_the_end_of_the_budget_or_of_the_response(engine_confi
         await engines.pool.hold()
         (truncated_,), (completed,) = await asyncio.gather(*tasks)
         assert (truncated_.status, truncated_.response) == (Status.TRUNCATED, "A")
-        assert (completed.status, completed.response) == (Status.COMPLETED, "")
+        assert (completed.status, completed.response) == (Status.COMPLETED, "A")
         engines.pool.release()
 
 
