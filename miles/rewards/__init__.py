@@ -23,6 +23,7 @@ from miles.rewards.deepscaler import deepscaler_reward
 from miles.rewards.exact import exact_reward
 from miles.rewards.f1 import f1_reward
 from miles.rewards.gpqa import gpqa_reward
+from miles.rewards.labels import check_choice
 from miles.rewards.math import boxed_math_reward, math_reward
 from miles.rewards.math import check_installed as check_math
 from miles.rewards.reasoning_gym import check_installed as check_reasoning_gym
@@ -157,10 +158,7 @@ async def _no_reward(config: RunConfig, sample: Sample) -> float:
 async def _built_in_reward(config: RunConfig, sample: Sample) -> Any:
     chosen = sample.metadata.get("rm_type")
     name = config.rm_type if chosen is None else chosen
-    if name not in BUILT_IN:
-        raise UserError(f"metadata names the reward {name!r}; it must be one of {', '.join(BUILT_IN)}")
-    if sample.label is None and name not in WITHOUT_LABEL:
-        raise UserError(f"the reward {name} compares with a label, and the sample has none")
+    check_choice(name, sample.label)
     return await BUILT_IN[name](config, sample)
 
 

@@ -26,12 +26,16 @@ _READ: dict[str, Callable[[str], object]] = {
 }
 
 
-def check_label(name: str, label: str | None) -> None:
-    """Raise ValueError if there is no built-in reward `name`, or it can't use this label, None for no label."""
-    if name in WITHOUT_LABEL:
-        return
-    if not isinstance(name, str) or name not in _READ:
+def check_choice(name: str, label: str | None) -> None:
+    """Raise ValueError if there is no built-in reward `name`, or it needs a label and that is None."""
+    if name not in WITHOUT_LABEL and (not isinstance(name, str) or name not in _READ):
         raise UserError(f"metadata names the reward {name!r}; it must be one of {', '.join([*_READ, *WITHOUT_LABEL])}")
-    if label is None:
+    if label is None and name not in WITHOUT_LABEL:
         raise UserError(f"the reward {name} compares with a label, and the sample has none")
-    _READ[name](label)
+
+
+def check_label(name: str, label: str | None) -> None:
+    """Raise ValueError as `check_choice` does, or if the reward can't use this label."""
+    check_choice(name, label)
+    if name not in WITHOUT_LABEL:
+        _READ[name](label)
