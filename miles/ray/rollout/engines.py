@@ -12,15 +12,12 @@ from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.router import RouterClient
 from miles.config import RunConfig
 from miles.ray.rollout.health import Health
-from miles.rollout.engine_pool import EnginePool
+from miles.rollout.engine_pool import END_POLL_SECONDS, END_SECONDS, EnginePool
 
 logger = logging.getLogger(__name__)
 
 # A server that answers later than this is judged by its health, not by what it would have said.
 ANSWER_SECONDS = 3.0
-# A connection is lost before the server's process has ended: its end, and why, is known up to this much later.
-END_SECONDS = 3.0
-END_POLL_SECONDS = 0.3
 
 
 class ServersEnded(RuntimeError):
