@@ -78,7 +78,6 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import load_hf_config
     from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
     from miles.backends.megatron_utils.model import build_model, build_train_state
@@ -87,6 +86,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     from miles.backends.megatron_utils.training import ShardTrainer
     from miles.residency.plan import Party, Region
     from miles.training.rollout_columns import trained_columns
+    from miles.utils.agreement import Agreement
     from miles.utils.arguments import parse_args
     from miles.utils.network import free_ports
     from scripts.loss_trace import made_up_shard

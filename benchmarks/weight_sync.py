@@ -83,10 +83,10 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     import torch
     import torch.distributed as dist
 
-    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import family_for, load_hf_config
     from miles.backends.megatron_utils.initialize import initialize, timeout
     from miles.backends.megatron_utils.model import build_model, parallel_info
+    from miles.utils.agreement import Agreement
     from miles.utils.network import free_ports
     from miles.weight_sync.gather import live
     from miles.weight_sync.target import EngineTarget

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter, untrained_names
+from miles.utils.agreement import Agreement
 from miles.weight_sync.gather import Gatherer, live, views
 from miles.weight_sync.parallel import ParallelInfo
 

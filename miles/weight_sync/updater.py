@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
 from miles.backends.sglang_utils.client import SGLangClient
+from miles.utils.agreement import Agreement
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.broadcast import BroadcastTransport
 from miles.weight_sync.bucket import empty_bucket

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from miles.backends.megatron_utils import checkpoint, step_metrics, torch_adam
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
 from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
@@ -33,6 +32,7 @@ from miles.residency.plan import Party
 from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
+from miles.utils.agreement import Agreement
 from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
 from miles.utils.disk import writing
 from miles.utils.errors import UserError

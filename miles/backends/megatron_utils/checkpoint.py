@@ -18,12 +18,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint import CheckpointException
 
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.sharded_writer import write_sharded
 from miles.backends.megatron_utils.torch_adam import fill_states, megatron_optimizers
 from miles.config import RunConfig
 from miles.config.continued import continued, settings_without_names
+from miles.utils.agreement import Agreement
 from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
 from miles.utils.disk import writing
 from miles.utils.errors import UserError

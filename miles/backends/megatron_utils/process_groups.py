@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
-from miles.backends.megatron_utils.agreement import Agreement
+from miles.utils.agreement import Agreement
 
 logger = logging.getLogger(__name__)
 

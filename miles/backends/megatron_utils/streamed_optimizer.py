@@ -15,11 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adamw import adamw
 
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.streamed_state import NEIGHBOURS, Bucket, StateFile, decode
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers, step_device
 from miles.residency.disk_store import round_up
+from miles.utils.agreement import Agreement
 from miles.utils.errors import UserError, one_line
 
 _UNFINISHED = (

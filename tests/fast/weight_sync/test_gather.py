@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from miles.backends.megatron_utils.agreement import Agreement
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.utils.agreement import Agreement
 from miles.utils.errors import one_line
 from miles.weight_sync.export import save_hf
 from miles.weight_sync.gather import Gatherer, live, views

@@ -111,7 +111,7 @@ def recover(actor):
 
 def an_agreement_that_fails(rank, agreement):
     """The other rank is elsewhere and does not come: the cause is raised all the same."""
-    from miles.backends.megatron_utils import agreement as module
+    from miles.utils import agreement as module
 
     if rank == 0:
         time.sleep(3)

@@ -64,12 +64,12 @@ def train(folder: Path, layout: str, what: str) -> None:
     """Compare recomputed gradients; take a step, save it, load it into another model and export that."""
     from miles.backends.megatron_utils import checkpoint as saving
     from miles.backends.megatron_utils import cpu_support
-    from miles.backends.megatron_utils.agreement import Agreement
     from miles.backends.megatron_utils.hf import family_for, load_hf_config
     from miles.backends.megatron_utils.hf.checkpoint_io import load_into, model_tensors
     from miles.backends.megatron_utils.logits import Scoring
     from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
     from miles.backends.megatron_utils.training import run_micro_batches
+    from miles.utils.agreement import Agreement
     from miles.utils.checkpoint_folder import partial_folder
     from miles.weight_sync.export import save_hf
 
