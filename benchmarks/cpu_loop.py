@@ -39,8 +39,8 @@ from miles.backends.sglang_utils.arguments import (
 from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
 from miles.rollout.answers import end_token_ids
-from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.generate import Sampling
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.utils.arguments import parse_args
 from miles.utils.network import free_port_block
 from miles.utils.types import Sample

@@ -43,10 +43,10 @@ from miles.config import RunConfig
 from miles.rewards import compute_rewards
 from miles.rollout.answers import end_token_ids
 from miles.rollout.collector import Collector
-from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.rollout.hooks import load_hooks
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.tools.make_prompts import make_prompts
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.arguments import parse_args

@@ -33,9 +33,9 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.server_process import ServerDied
 from miles.config import RunConfig
 from miles.rollout.collector import Collector
-from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.hooks import load_hooks
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.tools.make_prompts import make_prompts
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.arguments import parse_args

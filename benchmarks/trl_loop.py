@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from miles.config import RunConfig
 from miles.rewards import load_reward
-from miles.rollout.data_source import RolloutDataSource
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.config import RunConfig
-from miles.rollout.data_source import DataSource, take_groups
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.filter_hub.dynamic_sampling_filters import advice
 from miles.rollout.generate import Sampling
@@ -15,6 +14,7 @@ from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally, cancelled
 from miles.rollout.hooks import Hooks, keep_group, take_from_buffer
 from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress
+from miles.rollout.prompts.data_source import DataSource, take_groups
 from miles.rollout.sample_buffer import Group, SampleBuffer, is_stale
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError

@@ -7,9 +7,9 @@ from typing import Any
 
 from miles.config import RunConfig
 from miles.config.eval_config import EvalSetConfig, eval_set_configs
-from miles.rollout.data_source import PromptDataset
 from miles.rollout.generate import Sampling
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json
 from miles.utils.types import Sample

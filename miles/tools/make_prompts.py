@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miles.rollout.prompt_file import BadRow, Problems, open_prompt_file
+from miles.rollout.prompts.prompt_file import BadRow, Problems, open_prompt_file
 from miles.tools import run
 from miles.utils.errors import UserError
 

@@ -22,14 +22,14 @@ from miles.ray.rollout.training_data import RolloutResult, training_data
 from miles.residency.plan import Region
 from miles.residency.policy import policy_of
 from miles.rewards import load_reward
-from miles.rollout import sessions
 from miles.rollout.collector import Collected, Collector
-from miles.rollout.data_source import errors_of_source, load_data_source, take_groups
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.evaluate import Evaluator, evaluation_metrics
 from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks, filter_samples, load_hooks, log_eval, run_eval, run_rollout, show_all_samples
+from miles.rollout.prompts.data_source import errors_of_source, load_data_source, take_groups
 from miles.rollout.sample_io import load_samples, save_samples
+from miles.rollout.sessions.server import close_servers
 from miles.rollout.sft_rollout import sft_samples
 from miles.rollout.teacher import Teacher
 from miles.utils.disk import writing
@@ -363,7 +363,7 @@ class RolloutManager:
         if self._taken is not None:
             self._taken = None
             await self._collector.stop()
-        await sessions.close_servers()
+        await close_servers()
         if self._teacher is not None:
             await self._teacher.close()
         await self._engines.close()

@@ -15,10 +15,10 @@ from miles.config import RunConfig
 from miles.rollout import engine_pool
 from miles.rollout.answers import end_token_ids
 from miles.rollout.engine_pool import EnginePool, EnginesLost
-from miles.rollout.generate_hub.chat_format import ChatFormat
-from miles.rollout.generate_hub.chat_protocol import MODEL
-from miles.rollout.generate_hub.tool_calls import CallParser
-from miles.rollout.sessions import Session, check_address, server_of
+from miles.rollout.sessions.chat_format import ChatFormat
+from miles.rollout.sessions.chat_protocol import MODEL
+from miles.rollout.sessions.server import Session, check_address, server_of
+from miles.rollout.sessions.tool_calls import CallParser
 from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json, shown

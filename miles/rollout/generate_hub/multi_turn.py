@@ -12,8 +12,8 @@ from miles.config import RunConfig
 from miles.rollout import engine_pool
 from miles.rollout.answers import end_token_ids
 from miles.rollout.engine_pool import EnginePool
-from miles.rollout.generate_hub.chat_format import ChatFormat
-from miles.rollout.generate_hub.tool_calls import STATE, CallParser, execute, load_execute_tool, specs_of_path, tools_of
+from miles.rollout.sessions.chat_format import ChatFormat
+from miles.rollout.sessions.tool_calls import STATE, CallParser, execute, load_execute_tool, specs_of_path, tools_of
 from miles.utils.types import Sample
 
 

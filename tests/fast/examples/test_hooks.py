@@ -15,7 +15,6 @@ from miles.config import RunConfig
 from miles.config.hooks import HooksConfig
 from miles.config.names import flag_of
 from miles.rewards import compute_rewards, load_reward
-from miles.rollout.data_source import load_data_source, take_groups
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.rollout.hooks import (
@@ -32,6 +31,7 @@ from miles.rollout.hooks import (
     take_from_buffer,
     train_batch,
 )
+from miles.rollout.prompts.data_source import load_data_source, take_groups
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import postprocessed
 from miles.utils.types import Sample

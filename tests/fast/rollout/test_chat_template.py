@@ -5,10 +5,10 @@ import json
 import pytest
 
 from miles.rollout.chat_template import normal_message
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.generate_hub.chat_format import ChatFormat
-from miles.rollout.generate_hub.chat_protocol import BadRequest, read_request
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
+from miles.rollout.sessions.chat_format import ChatFormat
+from miles.rollout.sessions.chat_protocol import BadRequest, read_request
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 OPEN = "{%- if add_generation_prompt -%}[assistant]{%- endif -%}"

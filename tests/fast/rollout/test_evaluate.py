@@ -8,12 +8,12 @@ from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.client import SGLangClient
 from miles.rollout import evaluate
-from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.engine_pool import EnginePool, EnginesLost
 from miles.rollout.evaluate import Evaluator, evaluation_metrics
 from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.types import Sample

@@ -10,9 +10,7 @@ import pytest
 
 from miles.config.run_config import RunConfig
 from miles.rewards import compute_rewards, load_reward
-from miles.rollout.data_source import load_data_source, take_groups
 from miles.rollout.generate_hub import agentic_tool_call
-from miles.rollout.generate_hub.tool_calls import ToolCall, execute, load_execute_tool, specs_of_path
 from miles.rollout.hooks import (
     filter_samples,
     generate_pieces,
@@ -28,6 +26,8 @@ from miles.rollout.hooks import (
     take_from_buffer,
     train_batch,
 )
+from miles.rollout.prompts.data_source import load_data_source, take_groups
+from miles.rollout.sessions.tool_calls import ToolCall, execute, load_execute_tool, specs_of_path
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import load_data_postprocess
 from miles.utils.dotted_path import load_function
@@ -40,7 +40,7 @@ MODULE = """
 import asyncio
 import time
 
-from miles.rollout.data_source import DataSource
+from miles.rollout.prompts.data_source import DataSource
 
 error = None
 

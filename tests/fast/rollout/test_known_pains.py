@@ -9,10 +9,10 @@ from miles.backends.sglang_utils.client import SGLangClient
 from miles.rewards import BUILT_IN, compute_rewards
 from miles.rollout.answers import Answer, extend
 from miles.rollout.collector import Collector
-from miles.rollout.data_source import RolloutDataSource
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.hooks import Hooks, shaped_rewards
 from miles.rollout.metrics import rollout_metrics
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.utils.types import Sample
 
 END = 259  # <|end|> of the byte tokenizer

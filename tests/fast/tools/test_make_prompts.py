@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
 from miles.tools.make_prompts import make_prompts
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 

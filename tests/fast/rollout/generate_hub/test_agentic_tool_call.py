@@ -4,12 +4,12 @@ import json
 import openai
 import pytest
 
-from miles.rollout import sessions
 from miles.rollout.engine_pool import EnginesLost
 from miles.rollout.generate_hub import CHECKS, agentic_tool_call
+from miles.rollout.sessions.server import close_servers
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
+from tests.fast.rollout.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
 
 Status = Sample.Status
 QUESTION = [{"role": "user", "content": "what?"}]
@@ -33,7 +33,7 @@ def config(chat_flags):
 @pytest.fixture(autouse=True)
 async def end_servers():
     yield
-    await sessions.close_servers()
+    await close_servers()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
@@ -175,7 +175,7 @@ async def test_requests_at_the_same_time(run, tokenizer):
 
 
 async def test_what_the_template_writes_anew_is_another_sample(run, config, tokenizer, tmp_path):
-    from tests.fast.rollout.generate_hub.scripted import CHAT_TEMPLATE
+    from tests.fast.rollout.scripted import CHAT_TEMPLATE
 
     template = tmp_path / "forgets.jinja"
     template.write_text(

@@ -5,11 +5,11 @@ from openai import AsyncOpenAI  # noqa: F401  imported here, outside of the time
 
 from examples.agents import reward, tools
 from miles.config.multi_turn_rules import AGENT
-from miles.rollout import sessions
 from miles.rollout.generate_hub import CHECKS, agentic_tool_call, multi_turn
+from miles.rollout.sessions.server import close_servers
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import call, parameters, scripted_pool
+from tests.fast.rollout.scripted import call, parameters, scripted_pool
 
 TURNS = [
     call("calculate", '{"a": 2, "operation": "/", "b": 0}') + "<|end|>",
@@ -40,7 +40,7 @@ async def test_calculator(config, tokenizer, hub):
     pool, _ = scripted_pool(config, tokenizer, TURNS)
     with pool.active():
         result = await hub.generate(config, sample, parameters(config, sample))
-    await sessions.close_servers()
+    await close_servers()
     [sample] = result if isinstance(result, list) else [result]
     assert sample.status is Sample.Status.COMPLETED and sample.metadata["calculations"] == 2
     assert tokenizer.decode(sample.tokens).startswith(question + TURNS[0] + "\n<|user|><tool_response>")

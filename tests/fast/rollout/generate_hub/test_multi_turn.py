@@ -2,10 +2,11 @@ import json
 
 import pytest
 
-from miles.rollout.generate_hub import CHECKS, multi_turn, tool_calls
+from miles.rollout.generate_hub import CHECKS, multi_turn
+from miles.rollout.sessions import tool_calls
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
+from tests.fast.rollout.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
 
 Status = Sample.Status
 END = 259

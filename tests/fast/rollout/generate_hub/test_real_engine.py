@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.backends.sglang_utils.client import SGLangClient
-from miles.rollout import sessions
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate_hub import agentic_tool_call, multi_turn
-from miles.rollout.generate_hub.tool_calls import ParsedTurn, ToolCall
+from miles.rollout.sessions.server import close_servers
+from miles.rollout.sessions.tool_calls import ParsedTurn, ToolCall
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import parameters
+from tests.fast.rollout.scripted import parameters
 
 Status = Sample.Status
 QUESTION = "<|user|>what?<|end|>\n<|assistant|>"
@@ -121,7 +121,7 @@ async def test_an_agent(pool, tools_config, tokenizer, model, monkeypatch):
         pieces = await asyncio.gather(
             *(agentic_tool_call.generate(tools_config, one, parameters(tools_config, one)) for one in samples)
         )
-    await sessions.close_servers()
+    await close_servers()
     for [sample] in pieces:
         assert len(sample.weight_versions) == 4
         assert sample.tokens[: sample.prompt_length] == samples[0].tokens[: sample.prompt_length]

@@ -9,8 +9,8 @@ from typing import Any, Self
 from miles.config import RunConfig
 from miles.rewards.labels import check_label
 from miles.rollout.chat_template import ChatTemplate, Message, normal_message
-from miles.rollout.generate_hub.tool_calls import specs_of_path
-from miles.rollout.prompt_file import BadRow, Number, parse_json, plain
+from miles.rollout.prompts.prompt_file import BadRow, Number, parse_json, plain
+from miles.rollout.sessions.tool_calls import specs_of_path
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 

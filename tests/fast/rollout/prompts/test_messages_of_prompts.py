@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.prompt_format import PromptFormat
-from tests.fast.rollout.generate_hub.scripted import TOOLS
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
+from tests.fast.rollout.scripted import TOOLS
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 

@@ -5,9 +5,9 @@ import tracemalloc
 
 import pytest
 
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.prompt_file import ROWS_AT_ONCE
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_file import ROWS_AT_ONCE
+from miles.rollout.prompts.prompt_format import PromptFormat
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 from miles.utils.errors import UserError
 

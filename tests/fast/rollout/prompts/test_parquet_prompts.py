@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.rollout.data_order import epoch_order, prompts_per_epoch
+from miles.rollout.prompts.data_order import epoch_order, prompts_per_epoch
 
 
 def orders(sizes, weights, seed, epochs):

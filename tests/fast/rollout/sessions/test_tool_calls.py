@@ -4,10 +4,10 @@ import json
 import pytest
 
 from miles.rollout.chat_template import _arguments
-from miles.rollout.generate_hub import tool_calls
-from miles.rollout.generate_hub.tool_calls import CallParser, ToolCall, checked_tools, execute
+from miles.rollout.sessions import tool_calls
+from miles.rollout.sessions.tool_calls import CallParser, ToolCall, checked_tools, execute
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import TOOLS, call
+from tests.fast.rollout.scripted import TOOLS, call
 
 
 @pytest.fixture(scope="module")

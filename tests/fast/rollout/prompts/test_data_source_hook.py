@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.rollout.data_source import DataSource, RolloutDataSource, load_data_source, take_groups
+from miles.rollout.prompts.data_source import DataSource, RolloutDataSource, load_data_source, take_groups
 from miles.utils.types import Sample
 
 SOURCE = """
-from miles.rollout.data_source import DataSource
+from miles.rollout.prompts.data_source import DataSource
 
 def two(config, tokenizer): ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.rollout.chat_template import Message, normal_message
-from miles.rollout.generate_hub.tool_calls import ParsedTurn, checked_tools
+from miles.rollout.sessions.tool_calls import ParsedTurn, checked_tools
 from miles.utils.errors import UserError
 
 MODEL = "miles"

@@ -1,7 +1,7 @@
 import pytest
 
-from miles.rollout.generate_hub.chat_format import ChatFormat, NotAnExtension
-from tests.fast.rollout.generate_hub.scripted import CHAT_TEMPLATE, TOOLS
+from miles.rollout.sessions.chat_format import ChatFormat, NotAnExtension
+from tests.fast.rollout.scripted import CHAT_TEMPLATE, TOOLS
 
 PAD, EOT, USER, END, ASSISTANT = range(256, 261)
 RESULTS = [{"role": "tool", "tool_call_id": f"c{i}", "name": "add", "content": str(i)} for i in range(2)]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from miles.rollout.data_source import RolloutDataSource
+from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

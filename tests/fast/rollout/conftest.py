@@ -2,9 +2,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from miles.utils.arguments import parse_args
-from tests.fast.rollout.generate_hub.scripted import CHAT_TEMPLATE
+from tests.fast.rollout.scripted import CHAT_TEMPLATE
 
-HERE = "tests.fast.rollout.generate_hub.scripted"
+HERE = "tests.fast.rollout.scripted"
 HUB = "miles.rollout.generate_hub"
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from miles.rollout.data_source import PromptDataset
-from miles.rollout.prompt_format import PromptFormat
+from miles.rollout.prompts.data_source import PromptDataset
+from miles.rollout.prompts.prompt_format import PromptFormat
 from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
 # After Qwen's: tools first, calls in the assistant's turn, answers of tools in a row share one turn of the user.

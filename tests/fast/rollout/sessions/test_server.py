@@ -7,9 +7,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from miles.rollout import sessions
+from miles.rollout.sessions.server import check_address, close_servers, server_of
 from miles.utils.types import Sample
-from tests.fast.rollout.generate_hub.scripted import CHAT_TEMPLATE, TOOLS, scripted_pool
+from tests.fast.rollout.scripted import CHAT_TEMPLATE, TOOLS, scripted_pool
 
 MESSAGES = [{"role": "user", "content": "what?"}]
 
@@ -36,7 +36,7 @@ async def opened(config, tokenizer):
     async def opened(*texts, **changes):
         used = config.model_copy(update=changes)
         pool, engine = scripted_pool(used, tokenizer, texts)
-        server = await sessions.server_of(used, pool)
+        server = await server_of(used, pool)
         parameters = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 50, "stop": ["END"], "sampling_seed": 7}
         async with (
             server.session(used, Sample(index=1, tokens=[1]), parameters) as (session, url),
@@ -46,7 +46,7 @@ async def opened(config, tokenizer):
             yield client, session, engine
 
     yield opened
-    await sessions.close_servers()
+    await close_servers()
 
 
 async def post(client, path="chat/completions", **body):
@@ -254,7 +254,7 @@ async def test_a_port_that_is_taken(config, tokenizer):
         used = config.model_copy(update={"session_server_port": port})
         says = f"--session-server-ip 127.0.0.1, --session-server-port {port}: .*in use"
         with pytest.raises(ValueError, match=says):
-            sessions.check_address(used)
+            check_address(used)
         with pytest.raises(ValueError, match=says):
-            await sessions.server_of(used, pool)
-        await sessions.close_servers()
+            await server_of(used, pool)
+        await close_servers()

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from miles.config import RunConfig
 from miles.rollout.engine_pool import EnginePool, EnginesLost, RequestFailed
-from miles.rollout.generate_hub.chat_format import ChatFormat, Message, NotAnExtension
-from miles.rollout.generate_hub.chat_protocol import (
+from miles.rollout.sessions.chat_format import ChatFormat, Message, NotAnExtension
+from miles.rollout.sessions.chat_protocol import (
     BadRequest,
     ChatRequest,
     completion_body,
@@ -28,7 +28,7 @@ from miles.rollout.generate_hub.chat_protocol import (
     read_request,
     reply_message,
 )
-from miles.rollout.generate_hub.tool_calls import CallParser, ParsedTurn
+from miles.rollout.sessions.tool_calls import CallParser, ParsedTurn
 from miles.utils.errors import UserError
 from miles.utils.network import host_port
 from miles.utils.types import Sample
