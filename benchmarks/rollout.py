@@ -36,10 +36,10 @@ import orjson
 from common import Row, parser, report
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient
 from miles.rewards import compute_rewards
 from miles.rollout.answers import end_token_ids
 from miles.rollout.collector import Collector

@@ -28,10 +28,10 @@ from common import Row, parser, report
 from transformers import AutoTokenizer
 
 from miles.backends.sglang_utils.arguments import PORTS_OF_A_SERVER
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.server_process import ServerDied
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.hooks import load_hooks

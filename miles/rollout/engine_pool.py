@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient, SGLangError
 from miles.rollout.answers import UnusableAnswer, end_token_ids, extend, read_answer
 from miles.rollout.slots import NoServerLeft, Slots
 from miles.utils.errors import UserError

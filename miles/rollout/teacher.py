@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient, SGLangError
 from miles.rollout.slots import Slots
 from miles.utils.errors import UserError
 from miles.utils.types import Sample

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.backends.sglang_utils.client import SGLangError
+from miles.engines.client import SGLangError
 from miles.utils.network import free_ports
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Iterable
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
+from miles.engines.client import SGLangClient, SGLangError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.target import EngineTarget

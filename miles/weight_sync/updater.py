@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.hf.base import Family
 from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.utils.agreement import Agreement
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.broadcast import BroadcastTransport

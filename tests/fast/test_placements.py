@@ -2,8 +2,8 @@
 
 import pytest
 
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
+from miles.engines.client import SGLangClient
 from tests.fast.test_train import ALL_STAY, COLOCATED, assert_same, check_steps, steps_of, train
 
 __all__ = ["train"]  # a fixture

@@ -4,9 +4,9 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
 from miles.config.engine_rules import has_draft
+from miles.engines.client import SGLangClient, SGLangError
 from miles.utils.errors import UserError
 
 # Keys of config.json that say nothing about the model.

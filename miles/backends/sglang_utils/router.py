@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.backends.sglang_utils.client import QUICK_TIMEOUT_SECONDS, SGLangClient, SGLangError
 from miles.backends.sglang_utils.server_process import ServerProcess
 from miles.config import RunConfig
+from miles.engines.client import QUICK_TIMEOUT_SECONDS, SGLangClient, SGLangError
 from miles.utils.errors import UserError
 from miles.utils.network import free_port_block, host_port
 

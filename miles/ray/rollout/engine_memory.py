@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
+from miles.engines.client import SGLangClient, SGLangError
 from miles.residency.plan import ENGINE_REGIONS, Move, Party, Place, Region
 from miles.residency.state import RegionTable, ResidencyError, State
 from miles.utils.errors import UserError

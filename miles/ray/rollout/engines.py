@@ -8,9 +8,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.router import RouterClient
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient, SGLangError
 from miles.ray.rollout.health import Health
 from miles.rollout.engine_pool import END_POLL_SECONDS, END_SECONDS, EnginePool
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.config import RunConfig
+from miles.engines.client import SGLangClient, SGLangError
 
 logger = logging.getLogger(__name__)
 

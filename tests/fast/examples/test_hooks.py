@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.config import RunConfig
 from miles.config.hooks import HooksConfig
 from miles.config.names import flag_of
+from miles.engines.client import SGLangClient
 from miles.rewards import compute_rewards, load_reward
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling

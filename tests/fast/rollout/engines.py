@@ -2,7 +2,7 @@
 
 import asyncio
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.utils.types import Sample

@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.base_types import DynamicFilterOutput
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool

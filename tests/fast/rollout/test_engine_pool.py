@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import miles.rollout.engine_pool as engine_pool
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool, RequestFailed
 from miles.rollout.slots import Slots
 from miles.utils.arguments import parse_args

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 import miles.rollout.engine_pool as engine_pool
 import miles.rollout.slots as slots
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool, EnginesLost, RequestFailed
 from miles.utils.types import Sample
 from tests.fast.backends.sglang_utils.misbehaving import (

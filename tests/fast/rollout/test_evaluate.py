@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout import evaluate
 from miles.rollout.engine_pool import EnginePool, EnginesLost
 from miles.rollout.evaluate import Evaluator, evaluation_metrics

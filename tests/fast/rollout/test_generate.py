@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.answers import UnusableAnswer, end_token_ids, read_answer
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling, generate

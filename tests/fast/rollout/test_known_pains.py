@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rewards import BUILT_IN, compute_rewards
 from miles.rollout.answers import Answer, extend
 from miles.rollout.collector import Collector

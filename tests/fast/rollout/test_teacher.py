@@ -6,8 +6,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import miles.backends.sglang_utils.client as client_module
-from miles.backends.sglang_utils.client import SGLangClient
+import miles.engines.client as client_module
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.rollout.metrics import rollout_metrics

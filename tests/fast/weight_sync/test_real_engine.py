@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from miles.backends.megatron_utils.hf import family_for, load_hf_config
 from miles.backends.megatron_utils.hf.checkpoint_io import load_into
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.engine import SGLangEngine
+from miles.engines.client import SGLangClient, SGLangError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.agreement import Agreement
 from miles.weight_sync import check, session

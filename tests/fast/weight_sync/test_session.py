@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from miles.backends.sglang_utils.client import SGLangError
+from miles.engines.client import SGLangError
 from miles.weight_sync.session import UpdateSession, delivery
 
 

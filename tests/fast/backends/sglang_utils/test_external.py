@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.external import ExternalEngine, _server_problems, _stale_copies
+from miles.engines.client import SGLangClient, SGLangError
 from miles.utils.network import free_port
 
 

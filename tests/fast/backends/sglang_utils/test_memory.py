@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 import miles.ray.rollout.engine_memory as engine_memory
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.engine import SGLangEngine
+from miles.engines.client import SGLangClient
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.residency.state import ResidencyError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint

@@ -4,10 +4,10 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
-from miles.backends.sglang_utils.client import SGLangClient
 from miles.backends.sglang_utils.router import ExternalRouter, RouterClient, SGLangRouter
 from miles.backends.sglang_utils.server_process import ServerDied
 from miles.backends.sglang_utils.supervisor import group_members
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool
 from miles.utils.errors import UserError
 from miles.utils.network import free_port

@@ -7,7 +7,7 @@ import pytest
 
 import miles.ray.rollout.engine_memory as engine_memory
 import miles.ray.rollout.engines as engines_module
-from miles.backends.sglang_utils.client import SGLangError
+from miles.engines.client import SGLangError
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.residency.plan import ENGINE_REGIONS, Region

@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 
 import miles.ray.rollout.engines as engines_module
 import miles.ray.rollout.health as health_module
-from miles.backends.sglang_utils.client import SGLangError
+from miles.engines.client import SGLangError
 from miles.ray.rollout.engines import Engines, ServersEnded
 
 

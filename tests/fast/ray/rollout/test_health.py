@@ -5,7 +5,7 @@ import logging
 
 import psutil
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.ray.rollout.health import Health
 
 

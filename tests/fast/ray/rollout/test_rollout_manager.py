@@ -11,9 +11,9 @@ import psutil
 import pytest
 import ray
 
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.supervisor import group_members
+from miles.engines.client import SGLangClient, SGLangError
 from miles.ray import placement_group as placing
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.rollout_manager import RolloutManager

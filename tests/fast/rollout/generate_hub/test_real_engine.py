@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.backends.sglang_utils.client import SGLangClient
+from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate_hub import agentic_tool_call, multi_turn
 from miles.rollout.sessions.server import close_servers

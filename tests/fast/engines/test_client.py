@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-import miles.backends.sglang_utils.client as client_module
-from miles.backends.sglang_utils.client import SGLangClient, SGLangError
+import miles.engines.client as client_module
+from miles.engines.client import SGLangClient, SGLangError
 from tests.fast.backends.sglang_utils.misbehaving import MisbehavingServer, hangs, not_json, reset, says, truncated
 
 
