@@ -23,8 +23,8 @@ from sleep_wake import write_checkpoint_config
 
 sys.path.insert(0, str(ROOT))
 
+from miles.hf.flops import ForwardFlops, checkpoint_flops  # noqa: E402
 from miles.training.batch import TrainBatch, offsets_of  # noqa: E402
-from miles.training.flops import ForwardFlops, checkpoint_flops  # noqa: E402
 from miles.training.schedule import StepPlan, plan_rollout  # noqa: E402
 
 MAX_TOKENS = 65536

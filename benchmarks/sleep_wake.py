@@ -78,12 +78,12 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from miles.backends.megatron_utils.hf import load_hf_config
     from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
     from miles.backends.megatron_utils.model import build_model, build_train_state
     from miles.backends.megatron_utils.process_groups import SubGroups
     from miles.backends.megatron_utils.residency import build_residency
     from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.hf.config import load_hf_config
     from miles.residency.plan import Party, Region
     from miles.training.rollout_columns import trained_columns
     from miles.utils.agreement import Agreement

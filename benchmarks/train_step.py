@@ -49,7 +49,7 @@ def sample_lengths(size: str) -> tuple[int, int]:
 
 def step_flops(size: str, tokens: int) -> float:
     """Floating-point operations that a step must do, forward and backward."""
-    from miles.training.flops import checkpoint_flops
+    from miles.hf.flops import checkpoint_flops
 
     length, prompt = sample_lengths(size)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,10 +62,10 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     """Seconds of each step, the loss and the peak of the device's memory."""
     import torch
 
-    from miles.backends.megatron_utils.hf import load_hf_config
     from miles.backends.megatron_utils.initialize import initialize
     from miles.backends.megatron_utils.model import build_model, build_train_state
     from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.hf.config import load_hf_config
     from miles.training.batch import TrainBatch
     from miles.training.rollout_columns import trained_columns
     from miles.training.schedule import plan_for, shard

@@ -45,7 +45,8 @@ def write_checkpoint(folder: Path, size: str) -> None:
     """A checkpoint whose headers are real and whose weights are a hole in the file: engines start with others."""
     from transformers import GenerationConfig
 
-    from miles.backends.megatron_utils.hf import family_for, load_hf_config
+    from miles.backends.megatron_utils.families import family_for
+    from miles.hf.config import load_hf_config
     from miles.tools.make_tiny_checkpoint import byte_tokenizer
 
     write_checkpoint_config(folder, size)
@@ -83,9 +84,10 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     import torch
     import torch.distributed as dist
 
-    from miles.backends.megatron_utils.hf import family_for, load_hf_config
+    from miles.backends.megatron_utils.families import family_for
     from miles.backends.megatron_utils.initialize import initialize, timeout
     from miles.backends.megatron_utils.model import build_model, parallel_info
+    from miles.hf.config import load_hf_config
     from miles.utils.agreement import Agreement
     from miles.utils.network import free_ports
     from miles.weight_sync.gather import live

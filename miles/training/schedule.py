@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles.hf.flops import checkpoint_flops
 from miles.training.batch import TrainBatch
-from miles.training.flops import checkpoint_flops
 from miles.training.schedule_micro_batches import fixed_micro_batches, token_micro_batches
 from miles.utils.errors import UserError
 

@@ -5,7 +5,7 @@ import logging
 
 import torch
 
-from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD
+from miles.hf.entries import EMBEDDING_END, HEAD
 from miles.weight_sync.gather import views
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.transport import Link, Transport

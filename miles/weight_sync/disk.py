@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from miles.backends.megatron_utils.hf.checkpoint_io import HFWriter
+from miles.hf.writer import HFWriter
 from miles.utils.disk import writing
 from miles.weight_sync.gather import views
 from miles.weight_sync.plan import Bucket

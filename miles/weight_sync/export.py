@@ -5,11 +5,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import Family
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, HFWriter, untrained_names
+from miles.backends.megatron_utils.families.base import Family
+from miles.backends.megatron_utils.hf_weights import untrained_names
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.parallel import ParallelInfo
+from miles.hf.writer import HFWriter
 from miles.utils.agreement import Agreement
 from miles.weight_sync.gather import Gatherer, live, views
-from miles.weight_sync.parallel import ParallelInfo
 
 BUCKET_BYTES = 256 * 2**20
 

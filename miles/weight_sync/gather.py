@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD, Entry, Family
-from miles.backends.megatron_utils.hf.checkpoint_io import (
-    CheckpointIndex,
-    check_parameters,
-    chunk_entries,
-    held_entries,
-    model_tensors,
-)
-from miles.weight_sync.parallel import Group, ParallelInfo
+from miles.backends.megatron_utils.families.base import Family
+from miles.backends.megatron_utils.hf_weights import check_parameters, chunk_entries, held_entries, model_tensors
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.entries import EMBEDDING_END, HEAD, Entry
+from miles.hf.parallel import Group, ParallelInfo
 from miles.weight_sync.plan import Bucket, PlannedEntry, batch_limit, make_plan, plan_buckets, tensor_bytes
 
 # From a parameter of this rank to a tensor of its shape and dtype with its current values, on its device: a fresh one,

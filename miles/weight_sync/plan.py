@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import EMBEDDING_END, HEAD, Entry, Family
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex, check_names_and_shapes, chunk_entries
-from miles.backends.megatron_utils.hf.layouts import Layout
+from miles.backends.megatron_utils.families.base import Family
+from miles.backends.megatron_utils.hf_weights import check_names_and_shapes, chunk_entries
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.entries import EMBEDDING_END, HEAD, Entry
+from miles.hf.layouts import Layout
+from miles.hf.parallel import ParallelInfo
 from miles.weight_sync.live_bytes import LiveBytes
-from miles.weight_sync.parallel import ParallelInfo
 
 Shape = tuple[int, ...]
 

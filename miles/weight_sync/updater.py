@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf.base import Family
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.backends.megatron_utils.families.base import Family
 from miles.engines.client import SGLangClient
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.parallel import ParallelInfo
 from miles.utils.agreement import Agreement
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.broadcast import BroadcastTransport
@@ -22,7 +23,6 @@ from miles.weight_sync.check import SentHashes, compare
 from miles.weight_sync.disk import DiskTransport
 from miles.weight_sync.gather import Gatherer, Read
 from miles.weight_sync.local import LocalTransport
-from miles.weight_sync.parallel import ParallelInfo
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import UpdateSession
 from miles.weight_sync.target import EngineTarget

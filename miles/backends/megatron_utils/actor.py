@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from miles.backends.megatron_utils import checkpoint, step_metrics, torch_adam
-from miles.backends.megatron_utils.hf import family_for, load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import load_into
+from miles.backends.megatron_utils.families import family_for
+from miles.backends.megatron_utils.hf_weights import load_into
 from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
 from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
 from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
@@ -28,6 +28,7 @@ from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
 from miles.backends.megatron_utils.training import ShardTrainer, Stopwatch
 from miles.config import RunConfig
+from miles.hf.config import load_hf_config
 from miles.residency.plan import Party
 from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns

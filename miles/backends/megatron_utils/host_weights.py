@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.hf import family_for
-from miles.backends.megatron_utils.hf.checkpoint_io import model_tensors
+from miles.backends.megatron_utils.families import family_for
+from miles.backends.megatron_utils.hf_weights import model_tensors
 from miles.residency.disk_store import round_up
 from miles.residency.pinned import HostBuffer
 from miles.utils.errors import UserError

@@ -16,12 +16,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from miles.backends.megatron_utils import cpu_support, torch_adam
-from miles.backends.megatron_utils.hf import family_for, padded_vocab_size
+from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.parts import transformer_engine
 from miles.config import RunConfig
 from miles.config.continued import settings_of
 from miles.config.layout_rules import virtual_stages
-from miles.weight_sync.parallel import ParallelInfo
+from miles.hf.parallel import ParallelInfo
+from miles.hf.vocab import padded_vocab_size
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from miles.training.flops import ForwardFlops
+from miles.hf.flops import ForwardFlops
 from miles.training.schedule import plan_rollout
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

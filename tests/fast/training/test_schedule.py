@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.hf.flops import checkpoint_flops
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.training.batch import TrainBatch, offsets_of
-from miles.training.flops import checkpoint_flops
 from miles.training.schedule import plan_for, plan_rollout, shard
 from miles.utils.arguments import parse_args
 

@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config
 
-from miles.backends.megatron_utils.hf import family_for
-from miles.backends.megatron_utils.hf.base import EMBEDDING, HEAD, Entry, Family
-from miles.backends.megatron_utils.hf.layouts import Column, Gated, Qkv, Replicated, Row, Vocab
+from miles.backends.megatron_utils.families import family_for
+from miles.backends.megatron_utils.families.base import Family
+from miles.hf.entries import EMBEDDING, HEAD, Entry
+from miles.hf.layouts import Column, Gated, Qkv, Replicated, Row, Vocab
 from miles.weight_sync.gather import Gatherer, views
 
 
@@ -126,7 +127,7 @@ def expert_chunk(index, parallel, chunk):
 
 def grid(new_group, rank, world_size, tp=1, pp=1, ep=1, etp=1, chunks=1, layers=4):
     """The ParallelInfo of a rank, with real groups: `new_group(ranks)` is called for every group on every rank."""
-    from miles.weight_sync.parallel import ParallelInfo, no_group
+    from miles.hf.parallel import ParallelInfo, no_group
 
     per_stage = world_size // pp
     stage, place = divmod(rank, per_stage)

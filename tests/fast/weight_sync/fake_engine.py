@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 import torch.distributed as dist
 
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.hf.checkpoint import CheckpointIndex
 
 
 class Engine:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from miles.backends.megatron_utils.hf import family_for, load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.backends.megatron_utils.families import family_for
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.config import load_hf_config
 from miles.utils.agreement import Agreement
 from miles.utils.errors import one_line
 from miles.weight_sync.export import save_hf

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from miles.backends.megatron_utils.hf.base import Entry
-from miles.backends.megatron_utils.hf.layouts import Column, Replicated
+from miles.hf.entries import Entry
+from miles.hf.layouts import Column, Replicated
 from miles.weight_sync.plan import GatherPlan, PlannedEntry, plan_buckets
 
 U8, BF16, F32 = torch.uint8, torch.bfloat16, torch.float32

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from miles.backends.megatron_utils.hf import family_for, load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import load_into
+from miles.backends.megatron_utils.families import family_for
+from miles.backends.megatron_utils.hf_weights import load_into
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.engines.client import SGLangClient, SGLangError
+from miles.hf.config import load_hf_config
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.agreement import Agreement
 from miles.weight_sync import check, session

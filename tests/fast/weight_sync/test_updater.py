@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles.backends.megatron_utils.hf import load_hf_config
-from miles.backends.megatron_utils.hf.checkpoint_io import CheckpointIndex
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.config import load_hf_config
 from miles.utils.agreement import Agreement
 from miles.utils.errors import one_line
 from miles.weight_sync.gather import live

@@ -170,7 +170,7 @@ def values_are_those_of_transformers(critic, shard, checkpoint):
 
 
 def compare(name, critic, lines, values, alone, folder):
-    from miles.backends.megatron_utils.hf.checkpoint_io import load_into
+    from miles.backends.megatron_utils.hf_weights import load_into
 
     language_model, found = fresh_model(critic), gradients(critic)
     load_into(language_model, critic.family, critic.hf_config, folder / "gradients", critic.parallel)

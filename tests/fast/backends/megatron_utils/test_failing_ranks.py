@@ -71,7 +71,7 @@ def places(actor, shard):
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from miles.backends.megatron_utils import checkpoint
-    from miles.backends.megatron_utils.hf.checkpoint_io import HFWriter
+    from miles.hf.writer import HFWriter
     from miles.weight_sync import updater
 
     store = actor.residency.store

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from miles.backends.megatron_utils import host_weights
-from miles.backends.megatron_utils.hf import load_hf_config
 from miles.backends.megatron_utils.host_weights import HostWeights, check_same_computation
+from miles.hf.config import load_hf_config
 from miles.residency.pinned import HostBuffer
 
 

@@ -91,9 +91,9 @@ def configuration(folder, *flags):
 
 def build(folder, *flags):
     """A trainer of the same random weights each time."""
-    from miles.backends.megatron_utils.hf import load_hf_config
     from miles.backends.megatron_utils.model import build_model, build_train_state
     from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.hf.config import load_hf_config
 
     config, hf_config = configuration(folder, *flags), load_hf_config(folder)
     chunks = build_model(config, hf_config)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV32Config
 
 from miles.utils.network import free_port
-from tests.fast.backends.megatron_utils.hf.parity import micro_batches, prepare, run_config
-from tests.fast.backends.megatron_utils.hf.test_deepseek_v3 import DEEPSEEK
-from tests.fast.backends.megatron_utils.hf.test_deepseek_v32 import SPARSE
+from tests.fast.backends.megatron_utils.families.parity import micro_batches, prepare, run_config
+from tests.fast.backends.megatron_utils.families.test_deepseek_v3 import DEEPSEEK
+from tests.fast.backends.megatron_utils.families.test_deepseek_v32 import SPARSE
 
 CASES = {
     "v3": DeepseekV3Config(**DEEPSEEK, tie_word_embeddings=False),
@@ -64,11 +64,12 @@ def train(folder: Path, layout: str, what: str) -> None:
     """Compare recomputed gradients; take a step, save it, load it into another model and export that."""
     from miles.backends.megatron_utils import checkpoint as saving
     from miles.backends.megatron_utils import cpu_support
-    from miles.backends.megatron_utils.hf import family_for, load_hf_config
-    from miles.backends.megatron_utils.hf.checkpoint_io import load_into, model_tensors
+    from miles.backends.megatron_utils.families import family_for
+    from miles.backends.megatron_utils.hf_weights import load_into, model_tensors
     from miles.backends.megatron_utils.logits import Scoring
     from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
     from miles.backends.megatron_utils.training import run_micro_batches
+    from miles.hf.config import load_hf_config
     from miles.utils.agreement import Agreement
     from miles.utils.checkpoint_folder import partial_folder
     from miles.weight_sync.export import save_hf

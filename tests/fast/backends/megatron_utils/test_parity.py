@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.fast.backends.megatron_utils.hf.parity import SIZES, check_controls, check_parity, prepare
+from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

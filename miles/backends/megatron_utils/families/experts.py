@@ -1,0 +1,92 @@
+"""What families with experts have in common: their weights, a router, and the parallel sizes that they can have."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from miles.config.layout import ParallelSizes
+from miles.hf.entries import Entry
+from miles.hf.layouts import Gated, Row
+
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def expert_layout_problems(experts: int, sizes: ParallelSizes) -> list[str]:
+    """The parallel sizes that a model with `experts` experts in a layer cannot have."""
+    found = []
+    if experts % sizes.ep:
+        found.append(f"--expert-model-parallel-size {sizes.ep} does not divide its {experts} experts; choose a divisor")
+    if sizes.tp > 1 and not sizes.sequence_parallel:
+        found.append(
+            f"--tensor-model-parallel-size {sizes.tp} of a model with experts needs --sequence-parallel; add it"
+        )
+    return found
+
+
+def gated_entries(
+    hf: str, megatron: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_NAMES, ep_rank: int | None = None
+) -> list[Entry]:
+    """The two parameters of one gated MLP. `hf` and `megatron` are name prefixes, `names` the tensors' own."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
+    return [
+        Entry(Gated(), megatron + "linear_fc1.weight", (gate, up), ((ffn, hidden), (ffn, hidden)), ep_rank=ep_rank),
+        Entry(Row(), megatron + "linear_fc2.weight", (down,), ((hidden, ffn),), ep_rank=ep_rank),
+    ]
+
+
+def expert_entries(
+    hf: str,
+    megatron: str,
+    experts: int,
+    hidden: int,
+    ffn: int,
+    ep_size: int,
+    names: tuple[str, str, str] = GATED_NAMES,
+) -> list[Entry]:
+    """All experts of a layer, each a gated MLP of its own, with their owners among `ep_size` ranks.
+
+    hf: the prefix of the experts' numbers; megatron: that of `local_experts`.
+    """
+    local = experts // ep_size
+    return [
+        entry
+        for expert in range(experts)
+        for entry in gated_entries(
+            f"{hf}{expert}.",
+            f"{megatron}local_experts.{expert % local}.",
+            hidden,
+            ffn,
+            names,
+            ep_rank=expert // local,
+        )
+    ]
+
+
+def sigmoid_router(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """TransformerConfig fields of DeepSeek-V3's router: sigmoids, a bias for the selection, groups, a scale."""
+    fields = dict(
+        moe_router_topk=hf_config.num_experts_per_tok,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        # The bias is the checkpoint's.
+        moe_router_bias_update_rate=0.0,
+        moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
+    )
+    if hf_config.n_group > 1:
+        fields.update(moe_router_num_groups=hf_config.n_group, moe_router_group_topk=hf_config.topk_group)
+    return fields
+
+
+def sigmoid_router_problems(hf_config: PreTrainedConfig) -> list[str]:
+    """What Megatron's sigmoid router cannot express."""
+    found, topk = [], hf_config.num_experts_per_tok
+    # Megatron divides the chosen scores by their sum exactly where there is more than one.
+    if hf_config.norm_topk_prob != (topk > 1):
+        found.append(f"norm_topk_prob={hf_config.norm_topk_prob} with num_experts_per_tok={topk} (taken: {topk > 1})")
+    # Hugging Face scores a group by its two best experts, Megatron by its best topk // group_topk.
+    if hf_config.n_group > 1 and topk // hf_config.topk_group != 2:
+        found.append(
+            f"n_group={hf_config.n_group} with num_experts_per_tok={topk} and topk_group={hf_config.topk_group} "
+            "(taken: two experts of each chosen group)"
+        )
+    return found

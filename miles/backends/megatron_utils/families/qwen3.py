@@ -1,0 +1,19 @@
+"""Qwen3, dense."""
+
+from transformers import PreTrainedConfig
+
+from miles.backends.megatron_utils.families.base import Family, layer_type_problems, layer_window
+from miles.backends.megatron_utils.parts.attention import AttentionOptions
+
+
+class Qwen3(Family):
+    """Llama's layers with an RMS norm on each query and key head, and a head width of its own."""
+
+    architectures = ("Qwen3ForCausalLM",)
+    qk_norm = True
+
+    def problems(self, hf_config: PreTrainedConfig) -> list[str]:
+        return super().problems(hf_config) + layer_type_problems(hf_config)
+
+    def attention_options(self, hf_config: PreTrainedConfig, layer: int) -> AttentionOptions:
+        return AttentionOptions(window=layer_window(hf_config, layer))

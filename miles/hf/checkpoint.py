@@ -1,0 +1,93 @@
+"""Reading Hugging Face safetensors checkpoints, tensor by tensor."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from miles.utils.errors import UserError
+from miles.utils.export_folder import INDEX_FILE
+
+SINGLE_FILE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SHOWN = 8
+
+
+class CheckpointIndex:
+    """Names, shapes and dtypes of a checkpoint, from the headers of its safetensors files; tensors are read one by one.
+
+    folder: holds model.safetensors, or model.safetensors.index.json and the files that it names.
+    shapes: {name: shape}; dtypes: {name: safetensors dtype such as "BF16"}.
+    Raises ValueError where the folder has no such files, or the index and the files disagree.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._handles: dict[Path, safe_open] = {}
+        listed = self._listed_names()
+        for path, names in listed.items():
+            header = _read_header(path)
+            for name in header if names is None else names:
+                if name not in header:
+                    raise UserError(f"{self.folder / INDEX_FILE} says that {path.name} holds {name}, but it does not")
+                self.files[name] = path
+                self.shapes[name] = tuple(header[name]["shape"])
+                self.dtypes[name] = header[name]["dtype"]
+
+    def _listed_names(self) -> dict[Path, list[str] | None]:
+        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
+        if index.is_file():
+            files: dict[Path, list[str] | None] = {}
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                files.setdefault(self.folder / file, []).append(name)
+            missing = [path.name for path in files if not path.is_file()]
+            if missing:
+                raise UserError(f"{index} names files that are not there: {some_of(missing)}; download them again")
+            return files
+        if single.is_file():
+            return {single: None}
+        raise UserError(
+            f"{self.folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: give the folder of a safetensors checkpoint "
+            "(save_pretrained writes one)"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One full tensor, mapped from its file: bytes are read when they are used, and no others."""
+        path = self.files[name]
+        if path not in self._handles:
+            self._handles[path] = safe_open(path, framework="pt", device="cpu")
+        return self._handles[path].get_tensor(name)
+
+    def close(self, keep: Path | None = None) -> None:
+        """Forget all files but `keep`: what was read of them leaves memory with the tensors. They open again by use."""
+        self._handles = {path: handle for path, handle in self._handles.items() if path == keep}
+
+
+def _read_header(path: Path) -> dict[str, dict]:
+    """A safetensors header: 8 bytes of length (little-endian), then JSON (github.com/huggingface/safetensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= path.stat().st_size - 8:
+            raise UserError(f"{path} is not a whole safetensors file: download it again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    if path.stat().st_size != 8 + length + max(ends, default=0):
+        raise UserError(f"{path} is cut off or damaged: its header and its size differ; download it again")
+    return header
+
+
+def some_of(names: list[str]) -> str:
+    """The first of them, and how many more there are, in one line."""
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "") if names else "none"

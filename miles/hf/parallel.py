@@ -1,0 +1,39 @@
+"""Where a rank stands among the ranks that hold one model together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+type Group = Callable[[], ProcessGroup]
+
+
+def no_group() -> "ProcessGroup":
+    """The group of a parallel size of 1, which nothing asks for."""
+    raise AssertionError("a group was asked for where its size is 1")
+
+
+@dataclass(frozen=True)
+class ParallelInfo:
+    """A rank's place in the grid of one model copy.
+
+    *_group: give the process groups whose rank order is that of *_rank. They are asked at each use (never where the
+    size is 1): a trainer destroys its groups to sleep and has new ones afterwards. ep: expert parallel; etp: the
+    tensor parallelism of experts. chunk_layers: the global layer numbers of [pipeline stage][chunk of its model].
+    """
+
+    tp_rank: int
+    tp_size: int
+    tp_group: Group
+    pp_rank: int
+    pp_size: int
+    pp_group: Group
+    chunk_layers: list[list[range]]
+    ep_rank: int = 0
+    ep_size: int = 1
+    ep_group: Group = no_group
+    etp_rank: int = 0
+    etp_size: int = 1
+    etp_group: Group = no_group

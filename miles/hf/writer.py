@@ -1,0 +1,114 @@
+"""Writing Hugging Face safetensors checkpoints as a stream of tensors."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+from transformers.utils import CHAT_TEMPLATE_DIR
+
+from miles.hf.checkpoint import DTYPES
+from miles.utils.errors import UserError
+from miles.utils.export_folder import INDEX_FILE, WRITER, export_problem
+
+
+class HFWriter:
+    """Writes a stream of (name, tensor) as a safetensors checkpoint that transformers loads; a context manager.
+
+    folder: the finished checkpoint. It appears at the end, whole: until then the files are in `.<name>.partial` beside
+    it. An older export of ours at that place is replaced; any other folder is refused with ValueError.
+    source: the checkpoint from which all else is copied: configuration, tokenizer, chat templates, code. config.json
+    says the dtype of most written numbers.
+    max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
+    """
+
+    def __init__(self, folder: str | Path, source: str | Path, max_shard_bytes: int = 5 * 1024**3):
+        self.folder, self.source = Path(folder), Path(source)
+        self.max_shard_bytes = max_shard_bytes
+        if problem := export_problem(self.folder):
+            raise UserError(problem)
+        self.partial = self.folder.parent / f".{self.folder.name}.partial"
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._elements: Counter[torch.dtype] = Counter()
+        self.bytes_written = 0
+
+    def __enter__(self) -> "HFWriter":
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one tensor. It is copied: the caller may change it afterwards."""
+        if name in self._names:
+            raise UserError(f"{name} was written twice")
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._names.add(name)
+        self._elements[tensor.dtype] += tensor.numel()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)  # where it became the finished one, it is gone
+
+    def _flush(self) -> None:
+        save_file(self._pending, self.partial / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self.bytes_written += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _finish(self) -> None:
+        self._flush()
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self.partial / f"{number}.safetensors").rename(self.partial / file)
+            weight_map.update(dict.fromkeys(names, file))
+        self._copy_the_rest()
+        self._write_config()
+        metadata = {"total_size": self.bytes_written, "writer": WRITER}
+        (self.partial / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.partial.rename(self.folder)
+
+    def _copy_the_rest(self) -> None:
+        """What transformers reads beside the weights, whatever its tokenizer's and its code's files are called."""
+        for path in self.source.iterdir():
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS):
+                shutil.copyfile(path, self.partial / path.name)
+        if (self.source / CHAT_TEMPLATE_DIR).is_dir():
+            shutil.copytree(self.source / CHAT_TEMPLATE_DIR, self.partial / CHAT_TEMPLATE_DIR)
+
+    def _write_config(self) -> None:
+        config = json.loads((self.source / "config.json").read_text())
+        dtype = str(max(DTYPES.values(), key=self._elements.__getitem__)).removeprefix("torch.")
+        for part in (config, config.get("text_config")):
+            if part is not None:
+                part.pop("torch_dtype", None)
+                part["dtype"] = dtype
+        file = self.partial / "config.json"
+        file.write_text(json.dumps(config, indent=2) + "\n")
+        # safetensors makes its files for their owner alone: they get what the umask gives to others.
+        for path in self.partial.glob("*.safetensors"):
+            path.chmod(file.stat().st_mode)
+
+
+# Of weights in any format, and of their indices. All other files of a checkpoint's folder are exported with it.
+_WEIGHT_ENDINGS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".npz", ".onnx", ".onnx_data"),
+    ".index.json",
+)

@@ -1,0 +1,68 @@
+"""GLM-4.7-Flash against transformers; what it refuses."""
+
+import pytest
+from transformers import Glm4MoeLiteConfig
+
+from miles.backends.megatron_utils.families import family_for
+from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
+
+FLASH = SIZES | dict(
+    num_hidden_layers=2,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    # As wide as queries and keys.
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    # Far from that of the latents, which is fixed.
+    rms_norm_eps=1e-2,
+)
+CASES = {
+    "flash": Glm4MoeLiteConfig(**FLASH, tie_word_embeddings=False),
+    "tied": Glm4MoeLiteConfig(**FLASH, mlp_layer_types=["sparse", "dense"], tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("cases"), CASES)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2_sp", "ep2"])
+def test_parity(run_ranks, root, layout):
+    check_parity(run_ranks, root, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "cp2"])
+def test_parity_in_further_layouts(run_ranks, root, layout):
+    check_parity(run_ranks, root, layout)
+
+
+def test_controls(run_ranks, root):
+    controls = {
+        "another scale of the experts": ("flash", {"routed_scaling_factor": 1.0}),
+        "another rotation": ("flash", {"rope_interleave": False}),
+        "another epsilon": ("flash", {"rms_norm_eps": 1e-6}),
+    }
+    check_controls(run_ranks, root, controls)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mlp_layer_types", ["dense", "linear"], r"mlp_layer_types=\['linear'\]"),
+        ("first_k_dense_replace", 2, "first_k_dense_replace=2 with 1 leading dense layers"),
+        ("attention_bias", True, "attention_bias=True"),
+    ],
+)
+def test_refused(field, value, message):
+    config = Glm4MoeLiteConfig(**FLASH, architectures=["Glm4MoeLiteForCausalLM"])
+    family_for(config)
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=message):
+        family_for(config)
