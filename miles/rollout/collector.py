@@ -10,7 +10,7 @@ from miles.config import RunConfig
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.filter_hub.dynamic_sampling_filters import advice
 from miles.rollout.generate import Sampling
-from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally, cancelled
+from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally
 from miles.rollout.hooks import Hooks, keep_group, take_from_buffer
 from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress
@@ -18,6 +18,7 @@ from miles.rollout.prompts.data_source import DataSource, take_groups
 from miles.rollout.sample_buffer import Group, SampleBuffer, is_stale
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError
+from miles.utils.tasks import cancelled
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """Evaluation: every set is sampled and rewarded anew, beside training and without touching anything of it."""
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from miles.rollout.group_runner import GroupRunner, run_groups
 from miles.rollout.hooks import Hooks, load_generate
 from miles.rollout.metrics import eval_metrics
 from miles.rollout.progress import Progress
+from miles.utils.tasks import all_of
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,7 @@ class Evaluator:
         Raises:
             RuntimeError: too many rewards or samples of a set failed, or a sample is missing.
         """
-        tasks = [asyncio.create_task(self._run_set(rollout_id, one, runner_for(hooks))) for one, hooks in self._sets]
-        try:
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        results = await all_of([self._run_set(rollout_id, one, runner_for(hooks)) for one, hooks in self._sets])
         data = {one.name: samples for (one, _), samples in zip(self._sets, results, strict=True)}
         return RolloutFnEvalOutput(data, evaluation_metrics(self._config, data))
 

@@ -1,6 +1,5 @@
 """One group of samples from its prompt to its rewards: generation, retries, rewards, teacher."""
 
-import asyncio
 import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +15,7 @@ from miles.rollout.progress import Progress
 from miles.rollout.sample_buffer import ASKED, Group, as_asked, trajectories
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError
+from miles.utils.tasks import all_of
 from miles.utils.types import Sample
 from miles.utils.user_code import described
 
@@ -296,21 +296,3 @@ def mask_older_versions(sample: Sample) -> None:
             "no weight_version_lengths, which say what each wrote; --custom-generate-function-path must set them, too"
         )
     sample.loss_mask = [int(version == versions[-1]) for version in sample.trained_token_versions()]
-
-
-async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all; the first error ends all of it, and nothing is left running."""
-    if len(work) == 1:
-        return [await work[0]]
-    tasks = [asyncio.ensure_future(part) for part in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancelled(*tasks)
-
-
-async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel the tasks that still run, and wait until none does."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

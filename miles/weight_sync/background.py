@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from miles.utils.tasks import all_to_their_end
+
 
 class BackgroundLoop:
     """A context manager; within it coroutines run in an event loop of their own thread."""
@@ -27,13 +29,4 @@ class BackgroundLoop:
 
     def run(self, actions: Iterable[Awaitable[Any]]) -> list[Any]:
         """Run all actions side by side to their end; raise the first failure, or return their results."""
-        return self.start(all_of(actions)).result()
-
-
-async def all_of(actions: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Run all actions to their end; raise the first failure, or return their results."""
-    results = await asyncio.gather(*actions, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+        return self.start(all_to_their_end(list(actions))).result()

@@ -13,6 +13,7 @@ from miles.config import RunConfig
 from miles.engines.client import QUICK_TIMEOUT_SECONDS, SGLangClient, SGLangError
 from miles.utils.errors import UserError
 from miles.utils.network import free_port_block, host_port
+from miles.utils.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,8 @@ class RouterClient(SGLangClient):
         The place of a prompt whose request failed has its error.
         """
         assert len(input_ids) == len(sampling_params)
-        requests = [
-            asyncio.create_task(self._generate_one(ids, parameters))
-            for ids, parameters in zip(input_ids, sampling_params, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*requests)
-        finally:
-            for request in requests:
-                request.cancel()
+        requests = zip(input_ids, sampling_params, strict=True)
+        return await all_of([self._generate_one(ids, parameters) for ids, parameters in requests])
 
     async def _generate_one(self, input_ids: list[int], sampling_params: dict[str, object]) -> dict | SGLangError:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}

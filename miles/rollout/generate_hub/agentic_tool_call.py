@@ -22,6 +22,7 @@ from miles.rollout.sessions.tool_calls import CallParser
 from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json, shown
+from miles.utils.tasks import cancelled
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,7 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
             if not work.done():
                 session.stopped.set()
         finally:
-            for task in (work, stop, end):
-                task.cancel()
-            await asyncio.gather(work, stop, end, return_exceptions=True)
+            await cancelled(work, stop, end)
     if isinstance(session.error, EnginesLost):
         raise session.error
     if session.stopped.is_set():

@@ -31,6 +31,7 @@ from miles.rollout.sessions.chat_protocol import (
 from miles.rollout.sessions.tool_calls import CallParser, ParsedTurn
 from miles.utils.errors import UserError
 from miles.utils.network import host_port
+from miles.utils.tasks import cancelled
 from miles.utils.types import Sample
 
 # Conversations are long; aiohttp's own limit is 1 MiB.
@@ -132,9 +133,7 @@ class Session:
     async def close(self) -> None:
         """End what is still being answered."""
         self._closed = True
-        for request in self._requests:
-            request.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await cancelled(*self._requests)
 
     def _draft(self, request: ChatRequest) -> tuple[Piece | None, Sample]:
         """The piece that the request extends, and the sample to complete: a copy, kept only if that succeeds."""
