@@ -24,6 +24,8 @@ import torch.multiprocessing as multiprocessing
 
 from miles.config import RunConfig
 from miles.ray.resume import resumed
+from miles.residency.plan import leaves_after_sync
+from miles.residency.policy import policy_of
 from miles.training.batch import TrainBatch
 from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args
@@ -100,7 +102,9 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     values = [made_up_values(mine)] if config.use_critic and parallel_state.is_pipeline_last_stage() else []
     lines = []
     for rollout_id in range(steps):
-        moved = actor.sleep() | actor.destroy_process_groups() | actor.wake_up() if config.offload_train else {}
+        # Without a weight sync, what stays for one leaves too.
+        left = leaves_after_sync(actor.party, policy_of(config))
+        moved = actor.sleep() | actor.move(left) | actor.wake_up() if config.offload_train else {}
         metrics = actor.train(rollout_id, mine, *values)
         trained = {name: value for name, value in metrics.items() if name.startswith(("train/", "rollout/"))}
         lines.append(trained | moved if trained else {})

@@ -4,27 +4,23 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
-from miles.residency.plan import (
-    Clear,
-    Move,
-    Party,
-    Phase,
-    Place,
-    Policy,
-    Region,
-    Step,
-    Sync,
-    needs,
-    plan,
-    start,
-    trainer_leaves,
-    trainer_returns,
-)
+from miles.residency.plan import Clear, Move, Party, Phase, Place, Policy, Region, Step, Sync, needs, plan, start
 from miles.residency.state import RegionTable, ResidencyError
 
-POOLS = frozenset((Region.KV_CACHE, Region.CUDA_GRAPH))
+# One call of the driver: consecutive moves of one party in one direction go together.
+Call = Clear | Sync | tuple[Move, ...]
+
+
+class Service(Protocol):
+    """Who owns a party's memory: client of the RolloutManager, TrainGroup."""
+
+    async def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make `moves` of one direction, in order, but for those that are made already; returns perf metrics."""
+
+    async def clear_memory(self) -> dict[str, float]:
+        """Empty the allocators' caches; returns perf metrics. Asked of trainers alone."""
 
 
 @dataclass
@@ -39,20 +35,20 @@ class _Progress:
 class Executor:
     """Runs phases, one at a time.
 
-    A call that raises leaves its regions `moving`. The verbs are idempotent, so the phase may be run again: it goes on
-    with the call that failed. Any other phase that touches those regions is refused.
+    Moves go to their party as they were planned. A call that raises leaves its regions `moving`. Who has made a move
+    makes it no second time, so the phase may be run again: it goes on with the call that failed. Any other phase that
+    touches those regions is refused.
 
     Args:
         policy: a legal policy.
-        services: who carries out a party's moves: client of the RolloutManager, TrainGroup. Every method of theirs
-            that is called is awaited and returns metrics. A trainer may be added once it is built.
+        services: who makes a party's moves. A trainer may be added once it is built.
         sync: sends the actor's weights to the engines and returns metrics.
     """
 
     def __init__(
         self,
         policy: Policy,
-        services: dict[Party, Any],
+        services: dict[Party, Service],
         sync: Callable[[], Awaitable[dict[str, float]]],
     ):
         self.policy = policy
@@ -74,14 +70,15 @@ class Executor:
                 nothing was called.
             Exception: what a call raised. Its regions are left `moving`, see above.
         """
-        calls = _calls(plan(phase, self.policy))
+        steps = plan(phase, self.policy)
+        calls = _calls(steps)
         progress = self._progress
         if progress is None or progress.phase != phase:
-            self._check_sources(calls, phase)
+            self._check_sources(steps, phase)
             progress = _Progress(phase)
-        for steps in calls[progress.call :]:
+        for call in calls[progress.call :]:
             self._progress = progress
-            progress.metrics.update(await self._call(steps, phase))
+            progress.metrics.update(await self._make(call, phase))
             progress.call += 1
         if calls:
             self._progress = None
@@ -99,10 +96,10 @@ class Executor:
             if (party, region) == (Party.ENGINE, Region.WEIGHTS) and self._unreadable is not None:
                 raise ResidencyError(f"{party} {region} is on the gpu, but {self._unreadable}: phase {phase} needs it")
 
-    def _check_sources(self, calls: Sequence[Sequence[Step]], phase: Phase) -> None:
+    def _check_sources(self, steps: Sequence[Step], phase: Phase) -> None:
         """Raise unless each region is where its first move expects it, and at rest if the sync reads it."""
         expected: dict[tuple[Party, Region], frozenset[Place]] = {}
-        for step in itertools.chain.from_iterable(calls):
+        for step in steps:
             if isinstance(step, Move):
                 expected.setdefault((step.party, step.region), frozenset({step.source}))
             elif isinstance(step, Sync):
@@ -111,24 +108,22 @@ class Executor:
         for key, places in expected.items():
             self.table.require(*key, f"phase {phase}", places)
 
-    async def _call(self, steps: Sequence[Step], phase: Phase) -> dict[str, float]:
-        match steps[0]:
+    async def _make(self, call: Call, phase: Phase) -> dict[str, float]:
+        match call:
             case Clear(party):
                 return await self.services[party].clear_memory()
             case Sync():
                 return await self._sync(phase)
-            case Move():
-                return await self._move(steps, phase)
+            case moves:
+                return await self._move(moves, phase)
 
     async def _move(self, moves: Sequence[Move], phase: Phase) -> dict[str, float]:
-        service = self.services[moves[0].party]
-        verb, *arguments = self._verb(moves)
         for move in moves:
-            self.table.begin(move, f"{verb}() in phase {phase}")
+            self.table.begin(move, f"phase {phase}")
             if (move.party, move.region) == (Party.ENGINE, Region.WEIGHTS):
                 self._unreadable = "no weight sync has written it since it left"
         try:
-            metrics = await getattr(service, verb)(*arguments)
+            metrics = await self.services[moves[0].party].move(moves)
         except Exception as error:
             for move in moves:
                 self.table.interrupt(move, error)
@@ -151,34 +146,13 @@ class Executor:
         self._unreadable = None
         return metrics
 
-    def _verb(self, moves: Sequence[Move]) -> tuple[str, ...] | tuple[str, list[str]]:
-        """The method that does exactly these moves, and its arguments."""
-        party, leaves = moves[0].party, moves[0].leaves
-        regions = {move.region for move in moves}
-        if party == Party.ENGINE:
-            pools = POOLS & {Region.CUDA_GRAPH, *self.policy.levels}
-            if regions == {Region.WEIGHTS}:
-                return ("offload_weights" if leaves else "onload_weights",)
-            if regions <= POOLS:
-                assert regions == pools, f"offload_kv and onload_kv move {pools}, not {regions}"
-                return ("offload_kv" if leaves else "onload_kv",)
-            return ("offload" if leaves else "onload", [str(move.region) for move in moves])
-        if regions == {Region.COMM}:
-            return ("destroy_process_groups" if leaves else "reload_process_groups",)
-        if leaves and regions == {Region.GRADS}:
-            return ("offload_grad_buffer",)
-        verb, whole = ("sleep", trainer_leaves) if leaves else ("onload", trainer_returns)
-        not_there = {
-            move.region for move in whole(party, self.policy) if self.table.place(party, move.region) != move.target
-        }
-        assert regions == not_there, f"{verb} moves {not_there}, not {regions}"
-        return (verb,)
 
-
-def _calls(steps: Sequence[Step]) -> list[list[Step]]:
-    """Consecutive moves of one party in one direction are one call."""
-
+def _calls(steps: Sequence[Step]) -> list[Call]:
     def key(step: Step) -> tuple:
-        return (type(step), step.party, step.leaves) if isinstance(step, Move) else (step,)
+        return (step.party, step.leaves) if isinstance(step, Move) else (step,)
 
-    return [list(group) for _, group in itertools.groupby(steps, key)]
+    calls: list[Call] = []
+    for _, group in itertools.groupby(steps, key):
+        first, *others = group
+        calls += [(first, *others)] if isinstance(first, Move) else [first, *others]
+    return calls

@@ -219,8 +219,8 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
     if problems := policy.problems():
         raise UserError("; ".join(problems))
     overlap_on_gpu = policy.peak_device == "gpu"
-    pools_leave = _engine_leaves(policy, Region.CUDA_GRAPH, Region.KV_CACHE)
-    weights_leave = _engine_leaves(policy, Region.WEIGHTS)
+    pools_leave = engine_leaves(policy, Region.CUDA_GRAPH, Region.KV_CACHE)
+    weights_leave = engine_leaves(policy, Region.WEIGHTS)
     actor_leaves, actor_returns = trainer_leaves(Party.ACTOR, policy), trainer_returns(Party.ACTOR, policy)
     critic_leaves = trainer_leaves(Party.CRITIC, policy) if policy.critic else ()
     match phase:
@@ -231,9 +231,9 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
         case Phase.CRITIC_BUILT:
             return critic_leaves
         case Phase.FIRST_SYNC if overlap_on_gpu:
-            return _sync(policy) + _back(pools_leave)
+            return _sync(policy) + back(pools_leave)
         case Phase.FIRST_SYNC:
-            return _caches(policy) + _back(weights_leave) + _sync(policy) + _back(pools_leave)
+            return _caches(policy) + back(weights_leave) + _sync(policy) + back(pools_leave)
         case Phase.AFTER_GENERATE if overlap_on_gpu:
             return pools_leave + actor_returns + weights_leave
         case Phase.AFTER_GENERATE:
@@ -245,17 +245,17 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
             return ()
         case Phase.AFTER_CRITIC_ONLY if weights_leave:
             # The sleeping actor sends what it has; where that takes its groups, they come for it alone.
-            groups_return = _back(_leaves_after_sync(Party.ACTOR, policy))
+            groups_return = back(leaves_after_sync(Party.ACTOR, policy))
             return critic_leaves + groups_return + plan(Phase.FIRST_SYNC, policy)
         case Phase.AFTER_CRITIC_ONLY:
             # The engines kept their weights, and the actor has no others.
-            return critic_leaves + _caches(policy) + _back(pools_leave)
+            return critic_leaves + _caches(policy) + back(pools_leave)
         case Phase.AFTER_TRAIN if overlap_on_gpu:
             # With LoRA the gradients are a tag of their own: they make room for the engine's weights.
             early = tuple(move for move in actor_leaves if policy.lora and move.region == Region.GRADS)
             late = tuple(move for move in actor_leaves if move not in early)
             caches = (Clear(Party.ACTOR),)
-            return caches + early + _back(weights_leave) + late + _sync(policy) + _back(pools_leave)
+            return caches + early + back(weights_leave) + late + _sync(policy) + back(pools_leave)
         case Phase.AFTER_TRAIN:
             return actor_leaves + plan(Phase.FIRST_SYNC, policy)
         case Phase.BEFORE_CRITIC_SAVE | Phase.BEFORE_SAVE | Phase.EVALUATION | Phase.SHUT_DOWN:
@@ -287,7 +287,7 @@ def trainer_leaves(party: Party, policy: Policy) -> tuple[Move, ...]:
     """
     if not policy.offload_train:
         return ()
-    late = {move.region for move in _leaves_after_sync(party, policy)}
+    late = {move.region for move in leaves_after_sync(party, policy)}
     order = tuple(region for region in _moving_regions(policy) if region not in late)
     if policy.rematerialize:
         # Coming back, reversed: the masters and the groups are there when the weights are rebuilt from them.
@@ -305,7 +305,25 @@ def trainer_leaves(party: Party, policy: Policy) -> tuple[Move, ...]:
 
 def trainer_returns(party: Party, policy: Policy) -> tuple[Move, ...]:
     """What a full wake-up of `party` moves: the mirror image of its sleep and of what left after the sync."""
-    return _back(trainer_leaves(party, policy) + _leaves_after_sync(party, policy))
+    return back(trainer_leaves(party, policy) + leaves_after_sync(party, policy))
+
+
+def leaves_after_sync(party: Party, policy: Policy) -> tuple[Move, ...]:
+    """What of `party` outlasts its sleep: the actor's process groups, where the sync gathers over them."""
+    if party == Party.ACTOR and policy.offload_train and policy.sync_gathers:
+        return (Move(party, Region.COMM, Place.GPU, Place.DROPPED),)
+    return ()
+
+
+def engine_leaves(policy: Policy, *regions: Region) -> tuple[Move, ...]:
+    """Those of `regions` that may leave. None of them takes a copy along: the sync writes the weights anew."""
+    may_leave = {Region.CUDA_GRAPH, *policy.levels} if policy.offload_rollout else set()
+    return tuple(Move(Party.ENGINE, region, Place.GPU, Place.DROPPED) for region in regions if region in may_leave)
+
+
+def back(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """The way back: each of `moves` reversed, the last one first."""
+    return tuple(move.reversed() for move in reversed(tuple(moves)))
 
 
 def start(policy: Policy) -> dict[tuple[Party, Region], Place]:
@@ -323,12 +341,6 @@ def _moving_regions(policy: Policy) -> tuple[Region, ...]:
     return tuple(r for r in TRAINER_REGIONS if not (r == Region.OPTIMIZER and policy.stream_optimizer))
 
 
-def _engine_leaves(policy: Policy, *regions: Region) -> tuple[Move, ...]:
-    """Those of `regions` that may leave. None of them takes a copy along: the sync writes the weights anew."""
-    may_leave = {Region.CUDA_GRAPH, *policy.levels} if policy.offload_rollout else set()
-    return tuple(Move(Party.ENGINE, region, Place.GPU, Place.DROPPED) for region in regions if region in may_leave)
-
-
 def _caches(policy: Policy) -> tuple[Step, ...]:
     """A trainer that stays still lets go of its caches, or the engine's pool does not fit. A sleep does so too."""
     if policy.offload_train or not policy.offload_rollout:
@@ -338,15 +350,4 @@ def _caches(policy: Policy) -> tuple[Step, ...]:
 
 def _sync(policy: Policy) -> tuple[Step, ...]:
     """The weight sync, and the end of the process groups that were kept for it."""
-    return (Sync(), *_leaves_after_sync(Party.ACTOR, policy))
-
-
-def _leaves_after_sync(party: Party, policy: Policy) -> tuple[Move, ...]:
-    """What of `party` outlasts its sleep: the actor's process groups, where the sync gathers over them."""
-    if party == Party.ACTOR and policy.offload_train and policy.sync_gathers:
-        return (Move(party, Region.COMM, Place.GPU, Place.DROPPED),)
-    return ()
-
-
-def _back(moves: Iterable[Move]) -> tuple[Move, ...]:
-    return tuple(move.reversed() for move in reversed(tuple(moves)))
+    return (Sync(), *leaves_after_sync(Party.ACTOR, policy))

@@ -1,7 +1,7 @@
-"""Where each region is at the moment, and which changes are legal.
+"""Where each region is at the moment, and which changes are legal: one table for all parties, which the driver keeps.
 
-The driver keeps one table of everything, each trainer rank one of its own regions. No call goes out for a move that the
-table refuses: torch_memory_saver would end the process, and SGLang's server too.
+No call goes out for a move that the table refuses: torch_memory_saver would end the process, and SGLang's server too. A
+party knows only how far its last moves came, so that it makes none twice.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,13 @@ AWAY = {
 
 
 class State(StrEnum):
-    """A place of `Place`, or `moving` (a move has begun and not ended), or `broken` (its contents are lost)."""
+    """A place of `Place`, or `moving`: a move has begun and not ended."""
 
     GPU = Place.GPU
     HOST = Place.HOST
     DISK = Place.DISK
     DROPPED = Place.DROPPED
     MOVING = "moving"
-    BROKEN = "broken"
 
 
 class ResidencyError(RuntimeError):
@@ -51,7 +50,7 @@ class _Entry:
 
 
 class RegionTable:
-    """The state of each region; every change goes through a move that begins and then finishes or fails.
+    """The state of each region; every change goes through a move that begins and then finishes.
 
     Args:
         places: where each region is at the start, see `miles.residency.plan.start`.
@@ -73,8 +72,8 @@ class RegionTable:
             caller: who wants to move it, for the error.
 
         Raises:
-            ResidencyError: the region is not at the move's source, is in the middle of another move, is broken, or may
-                never go where the move wants it.
+            ResidencyError: the region is not at the move's source, is in the middle of another move, or may never go
+                where the move wants it.
         """
         entry = self._entries[move.party, move.region]
         away = move.target if move.leaves else move.source
@@ -84,7 +83,7 @@ class RegionTable:
             raise self._error(move.party, move.region, f"{caller} wants to move it {_way(move)}")
 
     def begin(self, move: Move, caller: str) -> None:
-        """The move begins: the region is `moving` until `finish` or `fail`. Raises as `check` does."""
+        """The move begins: the region is `moving` until `finish`. Raises as `check` does."""
         self.check(move, caller)
         cause = self._entries[move.party, move.region].cause
         self._entries[move.party, move.region] = _Entry(State.MOVING, move, cause)
@@ -94,20 +93,10 @@ class RegionTable:
         self._moving(move)
         self._entries[move.party, move.region] = _Entry(State(move.target))
 
-    def fail(self, move: Move, place: Place | None, cause: BaseException) -> None:
-        """The move has ended with an error, and where the region is now is known: `place`, or None if it is lost.
-
-        A lost region is `broken`: nothing may touch it any more. The cause is part of later errors about the region,
-        until a move of it finishes.
-        """
-        self._moving(move)
-        state = State.BROKEN if place is None else State(place)
-        self._entries[move.party, move.region] = _Entry(state, cause=cause)
-
     def interrupt(self, move: Move, cause: BaseException) -> None:
         """The move has ended with an error on some rank, and another may have finished it: the region stays `moving`.
 
-        Only the same move may begin again.
+        Only the same move may begin again. The cause is part of later errors about the region, until a move finishes.
         """
         self._moving(move)
         entry = self._entries[move.party, move.region]
@@ -117,7 +106,7 @@ class RegionTable:
         """Raise unless the region rests at one of `places`.
 
         Raises:
-            ResidencyError: it is elsewhere, moving or broken; `caller` is who needs it.
+            ResidencyError: it is elsewhere or moving; `caller` is who needs it.
         """
         if self.place(party, region) not in places:
             wanted = " or ".join(sorted(places)) if len(places) < len(Place) else "at rest"

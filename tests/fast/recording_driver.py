@@ -22,7 +22,10 @@ _spec.loader.exec_module(train)
 
 
 class Service:
-    """A client whose every call is written down as "<name> <verb> <arguments>"; `save` of them saves something."""
+    """A client whose every call is written down as "<name> <verb> <arguments>"; `save` of them saves something.
+
+    Moves are written down as "<name> leaves <regions>" or "<name> returns <regions>".
+    """
 
     def __init__(self, name, calls, answers, fail_at, save):
         self._name, self._calls, self._answers, self._fail_at, self._save = name, calls, answers, fail_at, save
@@ -35,9 +38,7 @@ class Service:
             """Written down when it is made, as Ray sends a call that nobody awaits yet."""
             if verb == "check_engines":  # after a failure, which is none of an engine here
                 return asyncio.sleep(0)
-            words = (" ".join(argument) if isinstance(argument, list) else str(argument) for argument in arguments)
-            line = " ".join((self._name, verb, *(() if verb in ("connect", "train", "save") else words)))
-            line += f" {arguments[0]}" if verb in ("train", "save") else ""
+            line = f"{self._name} {_words(verb, arguments)}"
             fails = len(self._calls) == self._fail_at
             if not fails:
                 self._calls.append(line)
@@ -56,6 +57,18 @@ class Service:
             return answer()
 
         return call
+
+
+def _words(verb, arguments):
+    match verb:
+        case "move":
+            (moves,) = arguments
+            return " ".join(("leaves" if moves[0].leaves else "returns", *(move.region for move in moves)))
+        case "connect":
+            return verb
+        case "train" | "save":
+            return f"{verb} {arguments[0]}"
+    return " ".join((verb, *map(str, arguments)))
 
 
 def driver(tmp_path, monkeypatch):

@@ -33,99 +33,105 @@ def three_steps(set_up, step):
 CASES = {
     "--colocate": three_steps(
         """
-        rollout offload cuda_graph kv_cache weights
-        trainer init, trainer sleep
+        rollout leaves cuda_graph kv_cache weights
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
-        rollout onload_weights, trainer update_weights 1, rollout onload_kv
+        rollout returns weights, trainer update_weights 1, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload cuda_graph kv_cache weights, trainer onload
+        rollout leaves cuda_graph kv_cache weights, trainer returns optimizer weights grads comm
         trainer train {id}
-        trainer sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+        trainer leaves comm grads weights optimizer, rollout returns weights
+        trainer update_weights {version}, rollout returns kv_cache cuda_graph
         """,
     ),
     "--colocate --colocate-memory-peak-device gpu": three_steps(
         """
-        rollout offload_kv
-        trainer init, trainer sleep
+        rollout leaves cuda_graph kv_cache
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
-        trainer update_weights 1, rollout onload_kv
+        trainer update_weights 1, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload_kv, trainer onload, rollout offload_weights
+        rollout leaves cuda_graph kv_cache, trainer returns optimizer weights grads comm, rollout leaves weights
         trainer train {id}
-        trainer clear_memory, rollout onload_weights, trainer sleep, trainer update_weights {version}, rollout onload_kv
+        trainer clear_memory, rollout returns weights, trainer leaves comm grads weights optimizer
+        trainer update_weights {version}, rollout returns kv_cache cuda_graph
         """,
     ),
     "--colocate --offload-rollout-level kv_cache": three_steps(
         """
-        rollout offload_kv
-        trainer init, trainer sleep
+        rollout leaves cuda_graph kv_cache
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
-        trainer update_weights 1, rollout onload_kv
+        trainer update_weights 1, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload_kv, trainer onload
+        rollout leaves cuda_graph kv_cache, trainer returns optimizer weights grads comm
         trainer train {id}
-        trainer sleep, trainer update_weights {version}, rollout onload_kv
+        trainer leaves comm grads weights optimizer
+        trainer update_weights {version}, rollout returns kv_cache cuda_graph
         """,
     ),
     "--colocate --offload-rollout-level weight": three_steps(
         """
-        rollout offload cuda_graph weights
-        trainer init, trainer sleep
+        rollout leaves cuda_graph weights
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
-        rollout onload_weights, trainer update_weights 1, rollout onload_kv
+        rollout returns weights, trainer update_weights 1, rollout returns cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload cuda_graph weights, trainer onload
+        rollout leaves cuda_graph weights, trainer returns optimizer weights grads comm
         trainer train {id}
-        trainer sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+        trainer leaves comm grads weights optimizer, rollout returns weights
+        trainer update_weights {version}, rollout returns cuda_graph
         """,
     ),
     "--colocate --colocate-memory-peak-device gpu --offload-rollout-level": three_steps(
         """
-        rollout offload_kv
-        trainer init, trainer sleep
+        rollout leaves cuda_graph
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
-        trainer update_weights 1, rollout onload_kv
+        trainer update_weights 1, rollout returns cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload_kv, trainer onload
+        rollout leaves cuda_graph, trainer returns optimizer weights grads comm
         trainer train {id}
-        trainer clear_memory, trainer sleep, trainer update_weights {version}, rollout onload_kv
+        trainer clear_memory, trainer leaves comm grads weights optimizer
+        trainer update_weights {version}, rollout returns cuda_graph
         """,
     ),
     "--colocate --no-offload-rollout": three_steps(
         """
-        trainer init, trainer sleep
+        trainer init, trainer leaves comm grads weights optimizer
         rollout engine_urls, trainer connect
         trainer update_weights 1
         """,
         """
         rollout generate {id}
-        trainer onload
+        trainer returns optimizer weights grads comm
         trainer train {id}
-        trainer sleep, trainer update_weights {version}
+        trainer leaves comm grads weights optimizer, trainer update_weights {version}
         """,
     ),
     "--colocate --no-offload-train": three_steps(
         """
-        rollout offload cuda_graph kv_cache weights
+        rollout leaves cuda_graph kv_cache weights
         trainer init
         rollout engine_urls, trainer connect
-        trainer clear_memory, rollout onload_weights, trainer update_weights 1, rollout onload_kv
+        trainer clear_memory, rollout returns weights, trainer update_weights 1, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload cuda_graph kv_cache weights
+        rollout leaves cuda_graph kv_cache weights
         trainer train {id}
-        trainer clear_memory, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+        trainer clear_memory, rollout returns weights
+        trainer update_weights {version}, rollout returns kv_cache cuda_graph
         """,
     ),
     "--colocate --no-offload": three_steps(
@@ -142,39 +148,41 @@ CASES = {
     ),
     "--colocate --bf16 --rematerialize-param-from-master-weight": three_steps(
         """
-        rollout offload cuda_graph kv_cache weights
-        trainer init, trainer sleep
+        rollout leaves cuda_graph kv_cache weights
+        trainer init, trainer leaves weights grads optimizer
         rollout engine_urls, trainer connect
-        rollout onload_weights, trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
+        rollout returns weights, trainer update_weights 1, trainer leaves comm, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload cuda_graph kv_cache weights, trainer onload
+        rollout leaves cuda_graph kv_cache weights, trainer returns comm optimizer grads weights
         trainer train {id}
-        trainer sleep, rollout onload_weights
-        trainer update_weights {version}, trainer destroy_process_groups, rollout onload_kv
+        trainer leaves weights grads optimizer, rollout returns weights
+        trainer update_weights {version}, trainer leaves comm, rollout returns kv_cache cuda_graph
         """,
     ),
     "--colocate --colocate-memory-peak-device gpu --tensor-model-parallel-size 2": three_steps(
         """
-        rollout offload_kv
-        trainer init, trainer sleep
+        rollout leaves cuda_graph kv_cache
+        trainer init, trainer leaves grads weights optimizer
         rollout engine_urls, trainer connect
-        trainer update_weights 1, trainer destroy_process_groups, rollout onload_kv
+        trainer update_weights 1, trainer leaves comm, rollout returns kv_cache cuda_graph
         """,
         """
         rollout generate {id}
-        rollout offload_kv, trainer onload, rollout offload_weights
+        rollout leaves cuda_graph kv_cache, trainer returns comm optimizer weights grads, rollout leaves weights
         trainer train {id}
-        trainer clear_memory, rollout onload_weights, trainer sleep
-        trainer update_weights {version}, trainer destroy_process_groups, rollout onload_kv
+        trainer clear_memory, rollout returns weights, trainer leaves grads weights optimizer
+        trainer update_weights {version}, trainer leaves comm, rollout returns kv_cache cuda_graph
         """,
     ),
 }
 CPU = CASES["--colocate"]
 GPU = CASES["--colocate --colocate-memory-peak-device gpu"]
 CASES["--colocate --offload-train-target disk --offload-train-disk-dir ."] = CPU
-CASES["--colocate --stream-optimizer-state-to-disk --offload-train-disk-dir ."] = CPU
+CASES["--colocate --stream-optimizer-state-to-disk --offload-train-disk-dir ."] = [
+    call.replace(" optimizer", "") for call in CPU
+]
 CASES["--colocate --colocate-memory-peak-device gpu --offload-train-target disk --offload-train-disk-dir ."] = GPU
 CASES["--rollout-num-gpus 1"] = CASES["--colocate --no-offload"]
 # Where a side is missing nothing moves and nothing is sent.
@@ -321,7 +329,7 @@ async def test_a_run_that_only_evaluates(drive, tmp_path, capsys, flags, step, s
 
 @pytest.mark.parametrize(
     ("check", "last_call"),
-    [("before_save", "trainer train 0"), ("before_evaluation", "rollout onload_kv")],
+    [("before_save", "trainer train 0"), ("before_evaluation", "rollout returns kv_cache cuda_graph")],
 )
 async def test_saving_and_evaluation_are_refused_where_their_side_is_away(drive, monkeypatch, check, last_call):
     def refuse(handover):
@@ -380,16 +388,25 @@ def told_by_the_tables(v):
     tags = ["cuda_graph", *(["kv_cache"] if "kv_cache" in v["levels"] else []), *(["weights"] if weights else [])]
     gathers = v["tensor"] == "2" or v["rebuild"]
 
-    engine_leaves = [f"rollout offload {' '.join(tags)}" if weights else "rollout offload_kv"] if rollout else []
-    pools_leave, pools_return = (["rollout offload_kv"], ["rollout onload_kv"]) if rollout else ([], [])
-    weights_leave = ["rollout offload_weights"] if rollout and weights else []
-    weights_return = ["rollout onload_weights"] if rollout and weights else []
-    sleeps, wakes = (["trainer sleep"], ["trainer onload"]) if train else ([], [])
+    def moves(who, way, regions):
+        return [f"{who} {way} {' '.join(regions)}"] if regions else []
+
+    pools = [tag for tag in tags if tag != "weights"] if rollout else []
+    engine_leaves = moves("rollout", "leaves", tags if rollout else [])
+    pools_leave, pools_return = moves("rollout", "leaves", pools), moves("rollout", "returns", pools[::-1])
+    weights_leave, weights_return = (
+        moves("rollout", way, ["weights"] if rollout and weights else []) for way in ("leaves", "returns")
+    )
+    regions = ["comm", "grads", "weights", *(["optimizer"] if not v["stream"] else [])] if train else []
+    if v["rebuild"]:
+        # Last on its way back, when masters and groups are there.
+        regions = ["weights", "comm", "grads", "optimizer"]
+    # What the sync gathers over stays for it, and is gone before the pools return.
+    late = ["comm"] if gathers and train else []
+    early = [region for region in regions if region not in late]
+    sleeps, wakes = moves("trainer", "leaves", early), moves("trainer", "returns", [*late, *early[::-1]])
     clears = ["trainer clear_memory"] if rollout and not train else []
-    sync = ["trainer update_weights {version}"]
-    if gathers and train:
-        # What the sync gathers over stays for it, and is gone before the pools return.
-        sync = [*sync, "trainer destroy_process_groups"]
+    sync = ["trainer update_weights {version}", *moves("trainer", "leaves", late)]
 
     engines_up = pools_leave if gpu else engine_leaves
     first_sync = (sync if gpu else clears + weights_return + sync) + pools_return

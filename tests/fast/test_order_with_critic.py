@@ -14,34 +14,49 @@ def drive(tmp_path, monkeypatch):
 
 SET_UP, CRITIC_ALONE, STEP = PPO = (
     """
-    rollout offload cuda_graph kv_cache weights
-    trainer init, trainer sleep, critic init, critic sleep
+    rollout leaves cuda_graph kv_cache weights
+    trainer init, trainer leaves comm grads weights optimizer, critic init, critic leaves comm grads weights optimizer
     rollout engine_urls, trainer connect
-    rollout onload_weights, trainer update_weights 1, rollout onload_kv
+    rollout returns weights, trainer update_weights 1, rollout returns kv_cache cuda_graph
     """,
     """
     rollout generate {id}
-    rollout offload cuda_graph kv_cache weights, critic onload
+    rollout leaves cuda_graph kv_cache weights, critic returns optimizer weights grads comm
     critic train {id}
-    critic sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+    critic leaves comm grads weights optimizer, rollout returns weights
+    trainer update_weights {version}, rollout returns kv_cache cuda_graph
     """,
     """
     rollout generate {id}
-    rollout offload cuda_graph kv_cache weights, critic onload
+    rollout leaves cuda_graph kv_cache weights, critic returns optimizer weights grads comm
     critic train {id}
-    critic sleep, trainer onload
+    critic leaves comm grads weights optimizer, trainer returns optimizer weights grads comm
     trainer train {id}
-    trainer sleep, rollout onload_weights, trainer update_weights {version}, rollout onload_kv
+    trainer leaves comm grads weights optimizer, rollout returns weights
+    trainer update_weights {version}, rollout returns kv_cache cuda_graph
     """,
 )
 # Tensor parallelism: the sync gathers, also from an actor that sleeps through the step.
-PPO_TP = tuple(
-    text.replace("trainer update_weights 1", "trainer update_weights 1, trainer destroy_process_groups").replace(
-        "trainer update_weights {version}", "trainer update_weights {version}, trainer destroy_process_groups"
-    )
-    for text in PPO
+GATHERING = {
+    "trainer leaves comm grads weights optimizer": "trainer leaves grads weights optimizer",
+    "trainer returns optimizer weights grads comm": "trainer returns comm optimizer weights grads",
+    "trainer update_weights 1": "trainer update_weights 1, trainer leaves comm",
+    "trainer update_weights {version}": "trainer update_weights {version}, trainer leaves comm",
+}
+
+
+def gathering(text):
+    for call, calls in GATHERING.items():
+        text = text.replace(call, calls)
+    return text
+
+
+CRITIC_SLEEPS = "critic leaves comm grads weights optimizer"
+PPO_TP = (
+    gathering(SET_UP),
+    gathering(CRITIC_ALONE).replace(CRITIC_SLEEPS, f"{CRITIC_SLEEPS}, trainer returns comm"),
+    gathering(STEP),
 )
-PPO_TP = (PPO_TP[0], PPO_TP[1].replace("critic sleep", "critic sleep, trainer reload_process_groups"), PPO_TP[2])
 # Nothing moves, and the engines keep what they have as long as the actor does.
 PPO_STAYS = (
     """

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import ray
@@ -29,7 +30,7 @@ from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
 from miles.backends.megatron_utils.training import ShardTrainer, Stopwatch
 from miles.config import RunConfig
 from miles.hf.config import load_hf_config
-from miles.residency.plan import Party
+from miles.residency.plan import Move, Party
 from miles.training.data_postprocess import postprocessed
 from miles.training.rollout_columns import masked_means, trained_columns
 from miles.training.schedule import TrainShard
@@ -325,6 +326,10 @@ class MegatronTrainRayActor:
 
     # Where the memory is; see TrainerResidency for each verb.
 
+    def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make moves of the planner, but for those that are made already; returns metrics."""
+        return self._residency().move(moves)
+
     def sleep(self) -> dict[str, float]:
         """Leave the GPU; returns metrics. Does nothing where this rank is asleep already."""
         return self._residency().sleep()
@@ -333,21 +338,9 @@ class MegatronTrainRayActor:
         """Come back to the GPU; returns metrics. Does nothing where this rank is awake."""
         return self._residency().wake_up()
 
-    def onload(self) -> dict[str, float]:
-        """Wake up ahead of `train()`, which would do it too."""
-        return self.wake_up()
-
     def offload_grad_buffer(self) -> dict[str, float]:
         """Drop the gradients ahead of the sleep."""
         return self._residency().offload_grad_buffer()
-
-    def destroy_process_groups(self) -> dict[str, float]:
-        """Destroy the sub process groups after a weight sync in the sleep; returns metrics."""
-        return self._residency().destroy_process_groups()
-
-    def reload_process_groups(self) -> dict[str, float]:
-        """Rebuild the sub process groups for a weight sync in the sleep; returns metrics."""
-        return self._residency().reload_process_groups()
 
     def clear_memory(self) -> dict[str, float]:
         """Give cached memory back, asleep or awake; returns metrics."""

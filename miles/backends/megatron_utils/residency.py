@@ -11,7 +11,7 @@
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,9 +27,9 @@ from miles.residency.disk_store import DiskStore
 from miles.residency.fingerprint import fingerprint
 from miles.residency.host_store import HostStore, Store
 from miles.residency.memory import DeviceMemory, device_memory, span
-from miles.residency.plan import Move, Party, Place, Policy, Region, start, trainer_leaves, trainer_returns
+from miles.residency.plan import Move, Party, Place, Policy, Region, back, start, trainer_leaves, trainer_returns
 from miles.residency.policy import policy_of
-from miles.residency.state import RegionTable, State
+from miles.residency.state import ResidencyError
 from miles.utils.host_memory import resident_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ class Moved:
 
 
 class TrainerResidency:
-    """The regions of one rank and their moves. Every verb is idempotent, and finishes what an earlier failure left.
+    """The regions of one rank, and their moves as the planner has them.
+
+    A move that is made is not made again: a repeated call finishes what an earlier failure left.
 
     Built once the model holds its weights and a checkpoint is loaded: parameters, masters, moments and gradients then
     move into regions of their own, and keep their identity from then on.
@@ -79,88 +81,45 @@ class TrainerResidency:
         self.party, self.policy, self.state = party, policy, state
         self.memory, self.store, self.groups = memory, store, groups
         self.device = next(state.models[0].parameters()).device
-        self.table = RegionTable({key: place for key, place in start(policy).items() if key[0] is self.party})
+        self.places = {region: place for (owner, region), place in start(policy).items() if owner is party}
         self.buffers = build_regions(policy, state, memory)
         self.masters = MasterWeights(state.chunks, state.optimizer, self.read) if policy.rematerialize else None
-        self.moved: list[Moved] = []  # by the last sleep or wake
-        self._agreements = 0  # still to come in the running verb
+        self.moved: list[Moved] = []  # by the last call
+        self._agreements = 0  # still to come in the running call
         self._usual_outside = 0  # bytes of tensors outside the regions that no collection could remove
         self._check = check
         self._fingerprints: dict[str, int] = {}
 
-    # Verbs
+    # Verbs: each says what shall move, and the planner how.
 
     @property
     def asleep(self) -> bool:
         """Whether anything that training needs is away."""
-        return any(self._pending(move) for move in trainer_returns(self.party, self.policy))
+        return bool(self._pending(trainer_returns(self.party, self.policy)))
 
     def sleep(self) -> dict[str, float]:
-        """Leave the GPU; returns metrics (`perf/sleep_*`). Does nothing where everything has left already."""
-        moves = [move for move in trainer_leaves(self.party, self.policy) if self._pending(move)]
-        if not moves:
-            logger.info("sleep: the trainer is asleep already")
-            return {}
-        with self._telling(moves):
-            # A streamed optimizer has no buffers: it is never on the GPU.
-            hashed = [region for region in (Region.WEIGHTS, Region.OPTIMIZER) if self.buffers[region]]
-            if self._check and all(self._at(region, State.GPU) for region in hashed):
-                self._fingerprints = self.hash_everything()
-            started = time.perf_counter()
-            drop_quantized_workspaces(self.state.models)
-            empty_caches(self.device)
-            metrics = self._run(moves, "sleep", "perf/destroy_process_groups_time")
-        if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
-            gc.collect()
-            self._usual_outside = self._outside_bytes()
-        empty_caches(self.device)
-        metrics["perf/sleep_time"] = time.perf_counter() - started
-        return metrics | self._left_behind()
+        """Leave the GPU, but for process groups that the weight sync needs; returns metrics, {} when asleep."""
+        return self.move(trainer_leaves(self.party, self.policy))
 
     def wake_up(self) -> dict[str, float]:
-        """Come back to the GPU; returns metrics (`perf/wake_up_*`). Does nothing where nothing is away."""
-        moves = [move for move in trainer_returns(self.party, self.policy) if self._pending(move)]
-        if not moves:
-            return {}
-        started = time.perf_counter()
-        with self._telling(moves):
-            empty_caches(self.device)
-            metrics = self._run(moves, "wake_up", "perf/reload_process_groups_time")
-        for region, buffers in self.buffers.items():
-            for index in range(len(buffers)):
-                self.store.discard(_key(region, index))
-        metrics["perf/wake_up_time"] = time.perf_counter() - started
-        if self._check and self._fingerprints:
-            self._compare(self.hash_everything())
-            self.groups.verify()
-        return metrics
+        """Come back to the GPU; returns metrics, {} when awake."""
+        return self.move(trainer_returns(self.party, self.policy))
 
     def offload_grad_buffer(self) -> dict[str, float]:
         """Drop the gradients ahead of the sleep."""
-        self._one(Move(self.party, Region.GRADS, Place.GPU, Place.DROPPED), "offload_grad_buffer")
-        return {}
-
-    def destroy_process_groups(self) -> dict[str, float]:
-        """Destroy the sub process groups, which a weight sync has used while the rest was away."""
-        return self._one(Move(self.party, Region.COMM, Place.GPU, Place.DROPPED), "destroy_process_groups")
-
-    def reload_process_groups(self) -> dict[str, float]:
-        """Rebuild the sub process groups alone, for a weight sync while the rest is away."""
-        return self._one(Move(self.party, Region.COMM, Place.DROPPED, Place.GPU), "reload_process_groups")
+        leaves = trainer_leaves(self.party, self.policy)
+        return self.move([move for move in leaves if move.region is Region.GRADS])
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the trainer is awake; if it was asleep, it sleeps again afterwards.
+        """Within it the trainer is awake; what was away goes there again afterwards.
 
         Not so after a failure: it would wait for ranks that may not come, and its cause would not be heard.
         """
-        was_asleep, groups_away = self.asleep, self._at(Region.COMM, State.DROPPED)
-        self.wake_up()
+        returns = self._pending(trainer_returns(self.party, self.policy))
+        self.move(returns)
         yield
-        if was_asleep:
-            self.sleep()
-        if groups_away:
-            self.destroy_process_groups()
+        self.move(back(returns))
 
     # Reading
 
@@ -169,7 +128,7 @@ class TrainerResidency:
 
         With rematerialisation all data-parallel ranks must call it together while the weights are away.
         """
-        if isinstance(parameter, torch.nn.Parameter) and self.table.place(self.party, Region.WEIGHTS) == State.DROPPED:
+        if isinstance(parameter, torch.nn.Parameter) and self.places[Region.WEIGHTS] is Place.DROPPED:
             return self.masters.read(parameter)
         return self.read(parameter).to(self.device, non_blocking=True)
 
@@ -183,37 +142,74 @@ class TrainerResidency:
         return tensor.detach()
 
     def _read(self, region: Region, index: int, tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        self.table.require(self.party, region, "a reader", frozenset({Place.GPU, self.store.place}))
-        if self.table.place(self.party, region) == State.GPU:
+        if self.places[region] is Place.GPU:
             return tensor.detach()
+        if self.places[region] is not self.store.place:
+            raise ResidencyError(f"{self.party} {region} is {self.places[region]}: it can't be read")
         return self.store.read(_key(region, index), offset, nbytes).view(tensor.dtype).view(tensor.shape)
 
     # Moves
 
-    def _at(self, region: Region, state: State) -> bool:
-        return self.table.place(self.party, region) == state
+    def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make `moves`, all in one direction, in order, but for those that are made already.
 
-    def _pending(self, move: Move) -> bool:
-        return not self._at(move.region, State(move.target))
+        Returns:
+            Metrics: seconds and bytes copied of a sleep or a wake (perf/sleep_*, perf/wake_up_*), seconds of process
+            groups (perf/destroy_process_groups_time, perf/reload_process_groups_time). {} where nothing was left to do.
 
-    def _one(self, move: Move, verb: str) -> dict[str, float]:
-        """One move, unless it is made already; returns its seconds."""
+        Raises:
+            ResidencyError: a region is at neither end of its move.
+        """
+        pending = self._pending(moves)
+        if not pending:
+            return {}
+        with self._telling(pending):
+            if not any(move.region in (Region.WEIGHTS, Region.OPTIMIZER) for move in pending):
+                return self._make(pending)
+            return self._sleep(pending) if pending[0].leaves else self._wake(pending)
+
+    def _pending(self, moves: Sequence[Move]) -> list[Move]:
+        return [move for move in moves if self.places[move.region] is not move.target]
+
+    def _sleep(self, moves: list[Move]) -> dict[str, float]:
+        # A streamed optimizer has no buffers: it is never on the GPU.
+        hashed = [region for region in (Region.WEIGHTS, Region.OPTIMIZER) if self.buffers[region]]
+        if self._check and all(self.places[region] is Place.GPU for region in hashed):
+            self._fingerprints = self.hash_everything()
         started = time.perf_counter()
-        if self._pending(move):
-            with self._telling([move]):
-                self._move(move, verb)
-        return {f"perf/{verb}_time": time.perf_counter() - started}
+        drop_quantized_workspaces(self.state.models)
+        empty_caches(self.device)
+        metrics = self._make(moves)
+        if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
+            gc.collect()
+            self._usual_outside = self._outside_bytes()
+        empty_caches(self.device)
+        metrics["perf/sleep_bytes"] = float(sum(moved.copied for moved in self.moved))
+        metrics["perf/sleep_time"] = time.perf_counter() - started
+        return metrics | self._left_behind()
 
-    def _run(self, moves: list[Move], verb: str, groups_time: str) -> dict[str, float]:
-        """Make the moves in order; returns the bytes that were copied and the seconds that the groups took."""
+    def _wake(self, moves: list[Move]) -> dict[str, float]:
+        started = time.perf_counter()
+        empty_caches(self.device)
+        metrics = self._make(moves)
+        for region, buffers in self.buffers.items():
+            for index in range(len(buffers)):
+                self.store.discard(_key(region, index))
+        metrics["perf/wake_up_bytes"] = float(sum(moved.copied for moved in self.moved))
+        metrics["perf/wake_up_time"] = time.perf_counter() - started
+        if self._check and self._fingerprints:
+            self._compare(self.hash_everything())
+            self.groups.verify()
+        return metrics
+
+    def _make(self, moves: list[Move]) -> dict[str, float]:
+        """Make the moves in order; returns the seconds that the groups took."""
         self.moved = []
         for move in moves:
-            self.moved.append(self._move(move, verb))
-        metrics = {f"perf/{verb}_bytes": float(sum(moved.copied for moved in self.moved))}
-        for moved in self.moved:
-            if moved.move.region is Region.COMM:
-                metrics[groups_time] = moved.seconds
-        return metrics
+            self.moved.append(self._move(move))
+        verb = "destroy" if moves[0].leaves else "reload"
+        groups = [moved.seconds for moved in self.moved if moved.move.region is Region.COMM]
+        return {f"perf/{verb}_process_groups_time": seconds for seconds in groups}
 
     @contextmanager
     def _telling(self, moves: list[Move]) -> Iterator[None]:
@@ -226,18 +222,18 @@ class TrainerResidency:
                 self.groups.agreement.check(_MOVING, error)
             raise
 
-    def _move(self, move: Move, caller: str) -> Moved:
-        """One move. A failed one leaves the region where it was."""
-        started = time.perf_counter()
-        self.table.begin(move, caller)
-        try:
-            copied = self._leave(move) if move.leaves else self._return(move)
-        except Exception as error:
-            # Contents are copied before memory goes, and kept until it is back: nothing is lost. Groups may be half
-            # built, and building them again finishes that.
-            self.table.fail(move, move.source, error)
-            raise
-        self.table.finish(move)
+    def _move(self, move: Move) -> Moved:
+        """One move. A failed one leaves the region where it was.
+
+        Contents are copied before memory goes, and kept until it is back: nothing is lost. Groups may be half built,
+        and building them again finishes that.
+        """
+        started, place = time.perf_counter(), self.places[move.region]
+        if place is not move.source:
+            way = f"from {move.source} to {move.target}"
+            raise ResidencyError(f"{self.party} {move.region} is {place}: it can't move {way}")
+        copied = self._leave(move) if move.leaves else self._return(move)
+        self.places[move.region] = move.target
         moved = Moved(move, time.perf_counter() - started, copied)
         logger.debug("%s", moved)
         return moved

@@ -7,21 +7,20 @@ decide before any call goes out: what is where it shall be needs no call, and wh
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from miles.engines.client import SGLangClient, SGLangError
-from miles.residency.plan import ENGINE_REGIONS, Move, Party, Place, Region
-from miles.residency.state import RegionTable, ResidencyError, State
-from miles.utils.errors import UserError
+from miles.residency.plan import ENGINE_REGIONS, Move, Place, Region
+from miles.residency.state import ResidencyError
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60.0
 ABORT_SECONDS = 30.0
-# Keys of SGLang's memory_usage, in GB of 2**30 bytes, of one of the engine's GPUs.
+# Keys of SGLang's memory_usage, in units of 2**30 bytes, of one of the engine's GPUs.
 USAGE_KEYS = {Region.WEIGHTS: "weight", Region.KV_CACHE: "kvcache", Region.CUDA_GRAPH: "graph"}
-GB = 2**30
+GIB = 2**30
 
 
 class EngineMemory:
@@ -35,7 +34,9 @@ class EngineMemory:
     def __init__(self, name: str, client: SGLangClient) -> None:
         self.name = name
         self._client = client
-        self._table = RegionTable({(Party.ENGINE, region): Place.GPU for region in ENGINE_REGIONS})
+        self._places = dict.fromkeys(ENGINE_REGIONS, Place.GPU)
+        # What a call failed with that moved them: nobody knows where they are.
+        self._broken: dict[Region, BaseException] = {}
         self._bytes = dict.fromkeys(ENGINE_REGIONS, 0)
         self._lost_version: str | None = None
 
@@ -45,74 +46,62 @@ class EngineMemory:
         states = info["internal_states"]
         for region, key in USAGE_KEYS.items():
             of_one_gpu = sum(state["memory_usage"][key] for state in states) / len(states)
-            self._bytes[region] = round(of_one_gpu * GB) * info["tp_size"]
+            self._bytes[region] = round(of_one_gpu * GIB) * info["tp_size"]
 
-    async def release(self, regions: Collection[Region]) -> int:
-        """Give the memory of `regions` back, its contents are lost; returns how many bytes. What is away stays away.
+    async def move(self, moves: Sequence[Move]) -> int:
+        """Make `moves`, all in one direction, but for those that are made already; returns how many bytes moved.
 
-        Waits for running requests first, then aborts them.
+        What leaves loses its contents; before it, running requests are waited for, then aborted. What returns is for
+        new contents.
 
         Raises:
             ResidencyError: requests still run, the call failed (the regions are broken from then on: SGLang does what
                 it is asked or dies), or a region is broken.
             SGLangError: the server failed before the release.
         """
-        moves = self._moves(regions, Place.GPU, Place.DROPPED)
-        if not moves:
+        for move in moves:
+            if (cause := self._broken.get(move.region)) is not None:
+                raise ResidencyError(
+                    f"{self.name}: {move.region} is broken: its last move failed: {type(cause).__name__}: {cause}"
+                ) from cause
+        pending = [move for move in moves if self._places[move.region] is not move.target]
+        if not pending:
             return 0
+        if not pending[0].leaves:
+            return await self._run(pending, self._client.resume_memory_occupation)
         await self._finish_requests()
-        if any(move.region == Region.WEIGHTS for move in moves):
+        if any(move.region is Region.WEIGHTS for move in pending):
             self._lost_version = await self._version()
-        return await self._run(moves, "release", self._client.release_memory_occupation)
-
-    async def resume(self, regions: Collection[Region]) -> int:
-        """Take the memory of `regions` again, for new contents; returns how many bytes. What is there stays.
-
-        Raises:
-            ResidencyError: the call failed (the regions are broken from then on), or a region is broken.
-        """
-        moves = self._moves(regions, Place.DROPPED, Place.GPU)
-        if not moves:
-            return 0
-        return await self._run(moves, "return", self._client.resume_memory_occupation)
+        return await self._run(pending, self._client.release_memory_occupation)
 
     async def missing(self) -> list[str]:
         """What the engine lacks to generate; nothing if it can.
 
         Weights that were released are missing until an update has changed the version that the server reports.
         """
-        states = {region: self._table.place(Party.ENGINE, region) for region in ENGINE_REGIONS}
-        problems = [f"{region} is {state}" for region, state in states.items() if state != State.GPU]
+        problems = [f"{region} is broken" for region in self._broken]
+        problems += [
+            f"{region} is {place}"
+            for region, place in self._places.items()
+            if place is not Place.GPU and region not in self._broken
+        ]
         if not problems and self._lost_version is not None:
             if await self._version() == self._lost_version:
                 return [f"weights were released at version {self._lost_version} and not updated since"]
             self._lost_version = None
         return problems
 
-    def _moves(self, regions: Collection[Region], source: Place, target: Place) -> list[Move]:
-        """What has to move, in the order of ENGINE_REGIONS."""
-        chosen = [region for region in ENGINE_REGIONS if region in regions]
-        for region in chosen:
-            self._table.require(Party.ENGINE, region, f"moving {', '.join(chosen)} of {self.name} to {target}")
-        return [
-            Move(Party.ENGINE, region, source, target)
-            for region in chosen
-            if self._table.place(Party.ENGINE, region) == source
-        ]
-
-    async def _run(self, moves: list[Move], what: str, call: Callable[[list[str]], Awaitable[None]]) -> int:
+    async def _run(self, moves: list[Move], call: Callable[[list[str]], Awaitable[None]]) -> int:
         tags = [str(move.region) for move in moves]
-        for move in moves:
-            self._table.begin(move, f"the {what} on {self.name}")
         try:
             await call(tags)
         except SGLangError as error:
-            self._lose(moves, error)
+            self._broken |= {move.region: error for move in moves}
             message = (
                 f"{self.name}: whether {', '.join(tags)} moved from {moves[0].source} to {moves[0].target} is unknown: "
                 f"{error}"
             )
-            if moves[0].target == Place.GPU:
+            if not moves[0].leaves:
                 # SGLang has no figures exact enough to compare with what is free before the call.
                 size = sum(self._bytes[move.region] for move in moves) / 1e9
                 message += (
@@ -121,19 +110,14 @@ class EngineMemory:
                 )
             raise ResidencyError(message) from error
         except asyncio.CancelledError as error:
-            self._lose(moves, error)
+            self._broken |= {move.region: error for move in moves}
             raise
-        for move in moves:
-            self._table.finish(move)
+        self._places |= {move.region: move.target for move in moves}
         return sum(self._bytes[move.region] for move in moves)
-
-    def _lose(self, moves: list[Move], cause: BaseException) -> None:
-        for move in moves:
-            self._table.fail(move, None, cause)
 
     async def _finish_requests(self) -> None:
         """Wait until no request runs, or abort those that do; then drop the prefix cache."""
-        if self._table.place(Party.ENGINE, Region.KV_CACHE) != State.GPU:
+        if self._places[Region.KV_CACHE] is not Place.GPU:
             return  # Nothing can run, and a flush would touch memory that is away.
         if await self._flush(IDLE_SECONDS):
             return
@@ -165,7 +149,6 @@ class RolloutMemory:
 
     Args:
         engines: the engines.
-        movable: the regions that may leave; others never move, whatever is asked.
         check_engines: called after a failure; raises, with the reason, if it was that a server has ended.
         before_release: awaited when the engines are in use no more and memory is about to leave.
     """
@@ -173,12 +156,10 @@ class RolloutMemory:
     def __init__(
         self,
         engines: Sequence[EngineMemory],
-        movable: Collection[Region],
         check_engines: Callable[[], Awaitable[None]],
         before_release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._engines = engines
-        self._movable = movable
         self._check_engines = check_engines
         self._before_release = before_release
         self._lock = asyncio.Lock()
@@ -187,27 +168,31 @@ class RolloutMemory:
         self._unused.set()
 
     async def measure(self) -> None:
-        """Ask all engines for the sizes of their regions, if any may move."""
-        if self._movable:
-            await self._of_all(EngineMemory.measure)
+        """Ask all engines for the sizes of their regions."""
+        await self._of_all(EngineMemory.measure)
 
-    async def offload(self, tags: Sequence[str]) -> dict[str, float]:
-        """Release those of `tags` that may move, on all engines; returns perf/offload_rollout_* metrics.
+    async def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make `moves`, all in one direction, on all engines, but for those that are made already.
 
-        Raises:
-            ValueError: a tag is unknown.
-            ResidencyError: a rollout or an evaluation is running, or an engine failed. The others are awaited.
-        """
-        return await self._all("offload", tags, EngineMemory.release)
-
-    async def onload(self, tags: Sequence[str]) -> dict[str, float]:
-        """Take back those of `tags` that may move, on all engines; returns perf/onload_rollout_* metrics.
+        Returns:
+            Metrics: seconds, and bytes of all engines (perf/offload_rollout_*, perf/onload_rollout_*); {} without any.
 
         Raises:
-            ValueError: a tag is unknown.
             ResidencyError: a rollout or an evaluation is running, or an engine failed. The others are awaited.
         """
-        return await self._all("onload", tags, EngineMemory.resume)
+        if not moves:
+            return {}
+        leave, start = moves[0].leaves, time.perf_counter()
+        verb = "offload" if leave else "onload"
+        async with self._lock:
+            await self._wait_until_unused(verb)
+            if leave and self._before_release is not None:
+                await self._before_release()
+            results = await self._of_all(lambda engine: engine.move(moves))
+        return {
+            f"perf/{verb}_rollout_time": time.perf_counter() - start,
+            f"perf/{verb}_rollout_bytes": float(sum(results)),
+        }
 
     @asynccontextmanager
     async def in_use(self, purpose: str) -> AsyncIterator[None]:
@@ -234,24 +219,6 @@ class RolloutMemory:
             self._users.remove(purpose)
             if not self._users:
                 self._unused.set()
-
-    async def _all(
-        self, verb: str, tags: Sequence[str], move: Callable[[EngineMemory, Collection[Region]], Awaitable[int]]
-    ) -> dict[str, float]:
-        if unknown := [tag for tag in tags if tag not in ENGINE_REGIONS]:
-            raise UserError(f"{verb}: {', '.join(unknown)}: no such tag; there are {', '.join(ENGINE_REGIONS)}")
-        regions = [Region(tag) for tag in tags if tag in self._movable]
-        start = time.perf_counter()
-        async with self._lock:
-            if regions:
-                await self._wait_until_unused(verb)
-                if move is EngineMemory.release and self._before_release is not None:
-                    await self._before_release()
-            results = await self._of_all(lambda engine: move(engine, regions))
-        return {
-            f"perf/{verb}_rollout_time": time.perf_counter() - start,
-            f"perf/{verb}_rollout_bytes": float(sum(results)),
-        }
 
     async def _of_all[T](self, call: Callable[[EngineMemory], Awaitable[T]]) -> list[T]:
         """The results of a call to each engine, side by side; all are awaited before a failure is raised."""

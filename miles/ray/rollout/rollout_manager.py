@@ -19,7 +19,7 @@ from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.rollout_state import read_state, write_state
 from miles.ray.rollout.run_length import with_num_rollout
 from miles.ray.rollout.training_data import RolloutResult, training_data
-from miles.residency.plan import Region
+from miles.residency.plan import ENGINE_REGIONS, Move, Region, back, engine_leaves
 from miles.residency.policy import policy_of
 from miles.rewards import load_reward
 from miles.rollout.collector import Collected, Collector
@@ -61,8 +61,7 @@ class RolloutManager:
     def __init__(self, config: RunConfig, engines: list[ActorHandle], router: ActorHandle | None = None) -> None:
         self._config = config
         self._engines = Engines(config, engines, router)
-        policy = policy_of(config)
-        self._movable = frozenset((Region.CUDA_GRAPH, *policy.levels) if policy.offload_rollout else ())
+        self._policy = policy_of(config)
         self._hooks = load_hooks(config)
         self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
         self._data = load_data_source(config, self._tokenizer)
@@ -71,7 +70,7 @@ class RolloutManager:
             load_reward(config)
         with_teacher = config.needs_engines and config.use_opd and config.opd_type == "sglang"
         self._teacher = Teacher(config, self._tokenizer) if with_teacher else None
-        self._memory = RolloutMemory([], self._movable, self._engines.check)
+        self._memory = RolloutMemory([], self._engines.check)
         # Where there are engines, from the start on.
         self._pool: EnginePool | None = None
         self._collector: Collector | None = None
@@ -108,11 +107,11 @@ class RolloutManager:
                 EngineMemory(f"engine {rank} ({client.url})", client)
                 for rank, client in enumerate(engines.clients[: config.num_colocated_engines])
             ],
-            self._movable,
             engines.check,
             self._cut_off_what_is_left,
         )
-        await self._memory.measure()
+        if self._policy.offload_rollout:
+            await self._memory.measure()
         collect_rarely()
 
     async def check_engines(self) -> None:
@@ -261,20 +260,47 @@ class RolloutManager:
                     save_samples, path, rollout_id, groups, evaluation=evaluation, hf_checkpoint=config.hf_checkpoint
                 )
 
-    async def offload(self, tags: Sequence[str]) -> dict[str, float]:
-        """Release engine memory: those of `tags` (cuda_graph, kv_cache, weights) that may leave; its contents are lost.
+    async def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make moves of the planner on all engines, all in one direction, but for those that are made already.
 
-        Without --offload-rollout nothing may leave, with it the CUDA graphs and what --offload-rollout-level names.
-        What is away already stays away. Waits for running requests, then aborts them.
+        What leaves loses its contents; running requests are waited for, then aborted. Weights that return are
+        undefined: generating is refused until they have been updated.
 
         Returns:
-            perf/offload_rollout_time (seconds) and perf/offload_rollout_bytes (released, of all engines).
+            perf/offload_rollout_time (seconds) and perf/offload_rollout_bytes (released, of all engines), or
+            perf/onload_rollout_*; {} without moves.
 
         Raises:
-            ValueError: a tag is unknown.
             ResidencyError: a rollout or an evaluation still runs, or an engine failed; all others are awaited first.
         """
-        return await self._memory.offload(tags)
+        return await self._memory.move(moves)
+
+    # Verbs: each says what shall move, and the planner what of it may. Without --offload-rollout nothing does, with it
+    # the CUDA graphs and what --offload-rollout-level names.
+
+    async def offload(self, tags: Sequence[str]) -> dict[str, float]:
+        """`move` of those of `tags` (cuda_graph, kv_cache, weights) out that may leave. ValueError for any other."""
+        return await self.move(engine_leaves(self._policy, *_regions("offload", tags)))
+
+    async def onload(self, tags: Sequence[str]) -> dict[str, float]:
+        """`move` of those of `tags` back that may leave. ValueError for any other."""
+        return await self.move(back(engine_leaves(self._policy, *_regions("onload", tags))))
+
+    async def offload_kv(self) -> dict[str, float]:
+        """`offload` of the CUDA graphs and the key-value cache."""
+        return await self.offload([Region.CUDA_GRAPH, Region.KV_CACHE])
+
+    async def offload_weights(self) -> dict[str, float]:
+        """`offload` of the weights."""
+        return await self.offload([Region.WEIGHTS])
+
+    async def onload_kv(self) -> dict[str, float]:
+        """`onload` of the key-value cache and the CUDA graphs."""
+        return await self.onload([Region.CUDA_GRAPH, Region.KV_CACHE])
+
+    async def onload_weights(self) -> dict[str, float]:
+        """`onload` of the weights; generating is refused until they have been updated."""
+        return await self.onload([Region.WEIGHTS])
 
     async def _cut_off_what_is_left(self) -> None:
         """End the requests that functions of the user's left running: SGLang would end on a release under one.
@@ -301,29 +327,6 @@ class RolloutManager:
         if self._cut_off:
             self._cut_off = False
             self._pool.release()
-
-    async def onload(self, tags: Sequence[str]) -> dict[str, float]:
-        """Take engine memory back, under the same rule: those of `tags` that are away. The weights come back undefined.
-
-        Returns and raises as `offload`; the metrics are perf/onload_rollout_*.
-        """
-        return await self._memory.onload(tags)
-
-    async def offload_kv(self) -> dict[str, float]:
-        """`offload` of the CUDA graphs and the key-value cache."""
-        return await self.offload([Region.CUDA_GRAPH, Region.KV_CACHE])
-
-    async def offload_weights(self) -> dict[str, float]:
-        """`offload` of the weights."""
-        return await self.offload([Region.WEIGHTS])
-
-    async def onload_kv(self) -> dict[str, float]:
-        """`onload` of the key-value cache and the CUDA graphs."""
-        return await self.onload([Region.KV_CACHE, Region.CUDA_GRAPH])
-
-    async def onload_weights(self) -> dict[str, float]:
-        """`onload` of the weights; generating is refused until they have been updated."""
-        return await self.onload([Region.WEIGHTS])
 
     async def save(self, folder: Path, rollout_id: int, version: int) -> None:
         """Write into `folder` where the prompts and the samples in flight are between `rollout_id` and the next.
@@ -379,3 +382,9 @@ class RolloutManager:
             # What tools say comes on top of the response.
             return config.rollout_max_context_len or longest
         return min(longest, config.rollout_max_context_len or longest)
+
+
+def _regions(verb: str, tags: Sequence[str]) -> list[Region]:
+    if unknown := [tag for tag in tags if tag not in ENGINE_REGIONS]:
+        raise UserError(f"{verb}: {', '.join(unknown)}: no such tag; there are {', '.join(ENGINE_REGIONS)}")
+    return [region for region in ENGINE_REGIONS if region in tags]

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import ray
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.failures import Failure, cause
+from miles.residency.plan import Move
 from miles.utils.checkpoint_folder import find_checkpoint
 from miles.weight_sync.target import EngineTarget
 
@@ -128,29 +130,21 @@ class TrainGroup:
         """Write the weights as a Hugging Face checkpoint under --save-hf."""
         await self._all("export_hf", rollout_id)
 
+    async def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make moves of the planner on every rank; returns perf metrics, as the next verbs do."""
+        return _added_up(await self._all("move", moves))
+
     async def sleep(self) -> dict[str, float]:
-        """Move the trainer off the GPUs; returns perf metrics, as the next verbs do."""
+        """Move the trainer off the GPUs."""
         return _added_up(await self._all("sleep"))
 
     async def wake_up(self) -> dict[str, float]:
         """Bring the trainer back to the GPUs."""
         return _added_up(await self._all("wake_up"))
 
-    async def onload(self) -> dict[str, float]:
-        """Wake up ahead of `train`, which would do it too."""
-        return _added_up(await self._all("onload"))
-
     async def offload_grad_buffer(self) -> dict[str, float]:
         """Drop the gradients ahead of the sleep."""
         return _added_up(await self._all("offload_grad_buffer"))
-
-    async def destroy_process_groups(self) -> dict[str, float]:
-        """Destroy the sub process groups after a weight sync in the sleep."""
-        return _added_up(await self._all("destroy_process_groups"))
-
-    async def reload_process_groups(self) -> dict[str, float]:
-        """Rebuild the sub process groups for a weight sync in the sleep."""
-        return _added_up(await self._all("reload_process_groups"))
 
     async def clear_memory(self) -> dict[str, float]:
         """Give the allocators' cached memory back."""

@@ -6,38 +6,53 @@ import pytest
 
 from miles.config import RunConfig
 from miles.ray.handover import Handover
+from miles.residency.plan import Party, Region
 from miles.residency.state import ResidencyError
 from miles.weight_sync.target import EngineTarget
 
 GB = 10**9
-METRICS = {
-    "offload_kv": {"perf/offload_rollout_time": 0.25, "perf/offload_rollout_bytes": 3 * GB},
-    "offload_weights": {"perf/offload_rollout_time": 0.25, "perf/offload_rollout_bytes": GB},
-    "offload": {"perf/offload_rollout_time": 0.5, "perf/offload_rollout_bytes": 4 * GB},
-    "onload_weights": {"perf/onload_rollout_time": 0.5, "perf/onload_rollout_bytes": GB},
-    "onload_kv": {"perf/onload_rollout_time": 1.5, "perf/onload_rollout_bytes": 3 * GB},
-    "sleep": {"perf/sleep_time": 0.5, "perf/sleep_bytes": 20 * GB, "perf/destroy_process_groups_time": 0.1},
-    "onload": {"perf/wake_up_time": 0.0, "perf/wake_up_bytes": 20 * GB, "perf/reload_process_groups_time": 0.25},
-    "destroy_process_groups": {"perf/destroy_process_groups_time": 0.2},
-    "reload_process_groups": {"perf/reload_process_groups_time": 0.5},
-    "clear_memory": {"perf/clear_memory_time": 0.125},
-}
+BYTES = {Region.CUDA_GRAPH: 0, Region.KV_CACHE: 3 * GB, Region.WEIGHTS: GB}
+
+
+def metrics_of(moves):
+    """What a party reports of a call: engines by their regions' sizes, a trainer of a sleep and of its groups."""
+    leaves, regions = moves[0].leaves, [move.region for move in moves]
+    if moves[0].party is Party.ENGINE:
+        name, size = "offload_rollout" if leaves else "onload_rollout", sum(BYTES[region] for region in regions)
+        return {f"perf/{name}_time": size / GB / (8 if leaves else 2), f"perf/{name}_bytes": size}
+    metrics = {}
+    if Region.WEIGHTS in regions:
+        name, seconds = ("sleep", 0.5) if leaves else ("wake_up", 0.0)
+        metrics = {f"perf/{name}_time": seconds, f"perf/{name}_bytes": 20 * GB}
+    if Region.COMM in regions:
+        name, seconds = ("destroy", 0.125) if leaves else ("reload", 0.25)
+        metrics[f"perf/{name}_process_groups_time"] = seconds
+    return metrics
 
 
 class Service:
-    """Records calls and answers with METRICS; `broken` names the verb that raises."""
+    """Records calls, moves as their direction and regions; `broken` names the verb that raises."""
 
     def __init__(self):
         self.calls, self.broken = [], None
+
+    async def move(self, moves):
+        self.calls.append(("leaves" if moves[0].leaves else "returns", *(str(move.region) for move in moves)))
+        return metrics_of(moves)
 
     def __getattr__(self, verb):
         async def call(*arguments):
             self.calls.append((verb, *arguments))
             if verb == self.broken:
                 raise OSError(f"{verb} failed")
-            if verb == "engine_urls":
-                return ["http://first", "http://second"]
-            return {"perf/update_weights_time": 2.0} if verb == "update_weights" else METRICS.get(verb, {})
+            match verb:
+                case "engine_urls":
+                    return ["http://first", "http://second"]
+                case "update_weights":
+                    return {"perf/update_weights_time": 2.0}
+                case "clear_memory":
+                    return {"perf/clear_memory_time": 0.125}
+            return {}
 
         return call
 
@@ -100,7 +115,7 @@ async def test_metrics_of_a_step(critic, peak, tensor_parallel):
             "perf/sleep_time": models * 0.5,
             "perf/sleep_bytes": models * 20 * GB,
             "perf/sleep_gb_per_s": 40.0,
-            "perf/destroy_process_groups_time": pytest.approx(models * 0.1 + (0.2 if tensor_parallel > 1 else 0)),
+            "perf/destroy_process_groups_time": models * 0.125,
             "perf/update_weights_time": 2.0,
         }
 
@@ -114,8 +129,8 @@ async def test_a_step_of_the_critic_alone():
     with pytest.raises(ResidencyError, match="^actor comm is dropped: phase before_save needs it gpu$"):
         handover.before_save()
     metrics = await handover.to_rollout()
-    assert (metrics["perf/sleep_bytes"], metrics["perf/reload_process_groups_time"]) == (20 * GB, 0.25 + 0.5)
-    assert actor.calls == [("reload_process_groups",), ("update_weights", 2), ("destroy_process_groups",)]
+    assert (metrics["perf/sleep_bytes"], metrics["perf/reload_process_groups_time"]) == (20 * GB, 2 * 0.25)
+    assert actor.calls == [("returns", "comm"), ("update_weights", 2), ("leaves", "comm")]
     handover.before_evaluation()
     # And then one of both.
     await handover.to_training()
@@ -124,7 +139,8 @@ async def test_a_step_of_the_critic_alone():
     with pytest.raises(ResidencyError, match="^critic comm is dropped: phase before_critic_save needs it gpu$"):
         handover.before_critic_save()
     assert (await handover.to_rollout())["perf/sleep_bytes"] == 40 * GB
-    assert actor.calls[3:] == [("onload",), ("sleep",), ("update_weights", 3), ("destroy_process_groups",)]
+    come, go = ("returns", "comm", "optimizer", "weights", "grads"), ("leaves", "grads", "weights", "optimizer")
+    assert actor.calls[3:] == [come, go, ("update_weights", 3), ("leaves", "comm")]
 
 
 async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_with_the_next():
@@ -139,7 +155,7 @@ async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_w
     assert (await handover.to_rollout())["perf/sleep_time"] == 0.5  # of before the failure
     handover.before_evaluation()
     assert [call for call in trainer.calls if call[0] == "update_weights"] == [("update_weights", v) for v in (1, 2, 3)]
-    assert [call[0] for call in trainer.calls].count("sleep") == 2
+    assert [call[0] for call in trainer.calls].count("leaves") == 2
 
 
 @pytest.mark.parametrize("broken", ["update_weights", "hold"])

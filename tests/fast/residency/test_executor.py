@@ -39,7 +39,7 @@ class Recorder:
         if next(self.count) == self.fail_at:
             raise OSError("the cable is out")
         self.calls.append(" ".join(map(str, call)))
-        return {"perf/all_time": 1.0, f"perf/{call[-1] if len(call) == 2 else call[0]}_time": 0.5}
+        return {"perf/all_time": 1.0, f"perf/{'_'.join(call[:2])}_time": 0.5}
 
     async def run(self, *phases):
         for phase in phases:
@@ -51,39 +51,53 @@ class _Service:
     def __init__(self, party, recorder):
         self._party, self._recorder = party, recorder
 
-    def __getattr__(self, verb):
-        return lambda *arguments: self._recorder.called(self._party, verb, *arguments)
+    async def move(self, moves):
+        assert {move.party for move in moves} == {self._party}
+        way = "leaves" if moves[0].leaves else "returns"
+        assert {move.leaves for move in moves} == {moves[0].leaves}
+        return await self._recorder.called(self._party, way, *(move.region for move in moves))
+
+    async def clear_memory(self):
+        return await self._recorder.called(self._party, "clear_memory")
 
 
-ENGINE_OUT = "engine offload ['cuda_graph', 'kv_cache', 'weights']"
+POOLS_OUT, POOLS_IN = "engine leaves cuda_graph kv_cache", "engine returns kv_cache cuda_graph"
+ENGINE_OUT = f"{POOLS_OUT} weights"
+WEIGHTS_OUT, WEIGHTS_IN = "engine leaves weights", "engine returns weights"
+SLEEP, WAKE = "actor leaves comm grads weights optimizer", "actor returns optimizer weights grads comm"
+CRITIC_SLEEP, CRITIC_WAKE = (call.replace("actor", "critic") for call in (SLEEP, WAKE))
+# Where the sync gathers, the groups stay for it.
+NAP, GROUPS_OUT, GROUPS_IN = SLEEP.replace("comm ", ""), "actor leaves comm", "actor returns comm"
+GATHERING_WAKE = "actor returns comm optimizer weights grads"
 CALLS = {
     "cpu": (
         policy(),
-        [ENGINE_OUT, "actor sleep", "engine onload_weights", "sync", "engine onload_kv"],
-        [ENGINE_OUT, "actor onload", "actor sleep", "engine onload_weights", "sync", "engine onload_kv"],
+        [ENGINE_OUT, SLEEP, WEIGHTS_IN, "sync", POOLS_IN],
+        [ENGINE_OUT, WAKE, SLEEP, WEIGHTS_IN, "sync", POOLS_IN],
     ),
     "gpu, LoRA": (
         policy("gpu", lora=True),
-        ["engine offload_kv", "actor sleep", "sync", "engine onload_kv"],
-        ["engine offload_kv", "actor onload", "engine offload_weights", "actor clear_memory"]
-        + ["actor offload_grad_buffer", "engine onload_weights", "actor sleep", "sync", "engine onload_kv"],
+        [POOLS_OUT, "actor leaves grads comm weights optimizer", "sync", POOLS_IN],
+        [POOLS_OUT, "actor returns optimizer weights comm grads", WEIGHTS_OUT, "actor clear_memory"]
+        + ["actor leaves grads", WEIGHTS_IN, "actor leaves comm weights optimizer", "sync", POOLS_IN],
     ),
     "gpu, LoRA, engine weights stay": (
         policy("gpu", levels={KV}, lora=True),
-        ["engine offload_kv", "actor sleep", "sync", "engine onload_kv"],
-        ["engine offload_kv", "actor onload", "actor clear_memory", "actor sleep", "sync", "engine onload_kv"],
+        [POOLS_OUT, "actor leaves grads comm weights optimizer", "sync", POOLS_IN],
+        [POOLS_OUT, "actor returns optimizer weights comm grads", "actor clear_memory"]
+        + ["actor leaves grads comm weights optimizer", "sync", POOLS_IN],
     ),
     "critic, gathers": (
         policy(critic=True, sync_gathers=True, levels={WEIGHTS}),
-        ["engine offload ['cuda_graph', 'weights']", "actor sleep", "critic sleep", "engine onload_weights"]
-        + ["sync", "actor destroy_process_groups", "engine onload_kv"],
-        ["engine offload ['cuda_graph', 'weights']", "critic onload", "critic sleep", "actor onload", "actor sleep"]
-        + ["engine onload_weights", "sync", "actor destroy_process_groups", "engine onload_kv"],
+        ["engine leaves cuda_graph weights", NAP, CRITIC_SLEEP, WEIGHTS_IN]
+        + ["sync", GROUPS_OUT, "engine returns cuda_graph"],
+        ["engine leaves cuda_graph weights", CRITIC_WAKE, CRITIC_SLEEP, GATHERING_WAKE, NAP]
+        + [WEIGHTS_IN, "sync", GROUPS_OUT, "engine returns cuda_graph"],
     ),
     "only the engines, no level, critic": (
         policy(train=False, levels=(), critic=True),
-        ["engine offload_kv", "actor clear_memory", "critic clear_memory", "sync", "engine onload_kv"],
-        ["engine offload_kv", "actor clear_memory", "critic clear_memory", "sync", "engine onload_kv"],
+        ["engine leaves cuda_graph", "actor clear_memory", "critic clear_memory", "sync", "engine returns cuda_graph"],
+        ["engine leaves cuda_graph", "actor clear_memory", "critic clear_memory", "sync", "engine returns cuda_graph"],
     ),
 }
 
@@ -96,11 +110,10 @@ async def test_calls(name):
 
 
 CRITIC_ONLY_CALLS = {
-    "critic, gathers": ["engine offload ['cuda_graph', 'weights']", "critic onload", "critic sleep"]
-    + ["actor reload_process_groups", "engine onload_weights", "sync", "actor destroy_process_groups"]
-    + ["engine onload_kv"],
-    "only the engines, no level, critic": ["engine offload_kv", "actor clear_memory", "critic clear_memory"]
-    + ["engine onload_kv"],
+    "critic, gathers": ["engine leaves cuda_graph weights", CRITIC_WAKE, CRITIC_SLEEP, GROUPS_IN]
+    + [WEIGHTS_IN, "sync", GROUPS_OUT, "engine returns cuda_graph"],
+    "only the engines, no level, critic": ["engine leaves cuda_graph", "actor clear_memory", "critic clear_memory"]
+    + ["engine returns cuda_graph"],
 }
 
 
@@ -113,8 +126,10 @@ async def test_calls_of_a_step_for_the_critic_alone(name):
 
 AFTER_TRAIN = {
     "perf/all_time": 5.0,
-    **{f"perf/{verb}_time": 0.5 for verb in ("sleep", "onload_weights", "sync", "destroy_process_groups", "onload_kv")},
+    # The weights' and the pools' way back; of the actor, first its sleep and then its groups.
+    **{"perf/actor_leaves_time": 1.0, "perf/engine_returns_time": 1.0, "perf/sync_time": 0.5},
 }
+AFTER_TRAIN_CALLS = 5
 
 
 async def test_metrics_of_all_calls_are_added_up():
@@ -126,7 +141,7 @@ async def test_metrics_of_all_calls_are_added_up():
 
 async def test_calls_before_a_failure_are_counted_once_when_the_phase_is_run_again():
     to_training = len(await Recorder(policy(sync_gathers=True)).run(*SET_UP, Phase.AFTER_GENERATE))
-    for number in range(len(AFTER_TRAIN) - 1):
+    for number in range(AFTER_TRAIN_CALLS):
         recorder = Recorder(policy(sync_gathers=True), fail_at=to_training + number)
         await recorder.run(*SET_UP, Phase.AFTER_GENERATE)
         with pytest.raises(OSError):
@@ -227,7 +242,7 @@ async def test_a_sync_does_not_read_a_trainer_that_is_moving(rollout):
     with pytest.raises(ResidencyError, match="^actor weights is moving from gpu to host: phase first_sync needs it at"):
         await recorder.run(Phase.FIRST_SYNC)
     await recorder.run(Phase.TRAINER_BUILT, Phase.FIRST_SYNC)
-    assert [call for call in recorder.calls if "engine" not in call] == ["actor sleep", "sync"]
+    assert [call for call in recorder.calls if "engine" not in call] == [SLEEP, "sync"]
 
 
 async def test_a_phase_at_the_wrong_time_calls_nothing():
@@ -241,7 +256,7 @@ async def test_a_phase_at_the_wrong_time_calls_nothing():
         await recorder.run(Phase.AFTER_GENERATE)
     with pytest.raises(ResidencyError, match="^engine cuda_graph is dropped: phase evaluation needs it gpu$"):
         await recorder.run(Phase.EVALUATION)
-    assert recorder.calls[5:] == [ENGINE_OUT, "actor onload"]
+    assert recorder.calls[5:] == [ENGINE_OUT, WAKE]
 
 
 # Plans that the planner never makes: what the executor says to each.
@@ -261,13 +276,16 @@ WRONG = {
         ResidencyError,
         "^actor comm is dropped: the weight sync in phase evaluation needs it gpu",
     ),
-    "half a sleep": (
-        [Move(ACTOR, Region.COMM, Place.GPU, Place.DROPPED), Clear(ACTOR)]
-        + [Move(ACTOR, WEIGHTS, Place.GPU, Place.HOST)],
-        AssertionError,
-        "sleep moves",
+    "a region twice": (
+        [Move(ACTOR, WEIGHTS, Place.GPU, Place.HOST), Clear(ACTOR), Move(ACTOR, WEIGHTS, Place.GPU, Place.HOST)],
+        ResidencyError,
+        "^actor weights is host: phase evaluation wants to move it from gpu to host",
     ),
-    "half a pool": ([Move(ENGINE, KV, Place.GPU, Place.DROPPED)], AssertionError, "offload_kv and onload_kv move"),
+    "half a pool": (
+        [Move(ENGINE, KV, Place.GPU, Place.DROPPED)],
+        ResidencyError,
+        "^engine kv_cache is dropped: phase evaluation needs it gpu",
+    ),
 }
 
 
@@ -278,6 +296,23 @@ async def test_a_wrong_plan_is_noticed(name, monkeypatch):
     monkeypatch.setattr(executor_module, "plan", lambda phase, a_policy: tuple(steps))
     with pytest.raises(error, match=words):
         await recorder.run(Phase.EVALUATION)
+
+
+async def test_moves_travel_as_they_are(monkeypatch):
+    """Whatever is planned: half a sleep, another order, one region alone."""
+    out = [Move(ACTOR, region, Place.GPU, Place.DROPPED) for region in (Region.GRADS, Region.COMM, WEIGHTS)]
+    steps = [*out[:2], Move(CRITIC, Region.GRADS, Place.GPU, Place.DROPPED), out[2], out[1].reversed()]
+    made = []
+
+    class Service:
+        async def move(self, moves):
+            made.append(moves)
+            return {}
+
+    executor = Executor(policy(critic=True), dict.fromkeys(Party, Service()), None)
+    monkeypatch.setattr(executor_module, "plan", lambda phase, a_policy: tuple(steps))
+    await executor.run(Phase.SHUT_DOWN)
+    assert made == [tuple(steps[:2]), (steps[2],), (steps[3],), (steps[4],)]
 
 
 async def test_cancelled_in_a_call():

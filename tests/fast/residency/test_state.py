@@ -16,19 +16,15 @@ CAUSE = OSError("the cable is out")
 
 def table_in(state):
     """A table of one region in `state`, and the words with which an error names the state."""
-    place = {"leaving": "gpu", "stuck": "gpu", "broken": "gpu", "failed": "gpu", "returning": "host"}.get(state, state)
+    place = {"leaving": "gpu", "stuck": "gpu", "returning": "host"}.get(state, state)
     table = RegionTable({KEY: Place(place)})
-    if state in ("leaving", "stuck", "broken", "failed"):
-        table.begin(OUT, "sleep()")
+    if state in ("leaving", "stuck"):
+        table.begin(OUT, "a phase")
     match state:
         case "stuck":
             table.interrupt(OUT, CAUSE)
-        case "broken":
-            table.fail(OUT, None, CAUSE)
-        case "failed":
-            table.fail(OUT, Place.GPU, CAUSE)
         case "returning":
-            table.begin(BACK, "onload()")
+            table.begin(BACK, "a phase")
     return table
 
 
@@ -40,10 +36,8 @@ STATES = {
     "leaving": "moving from gpu to host",
     "returning": "moving from host to gpu",
     "stuck": "moving from gpu to host",
-    "broken": "broken",
-    "failed": "gpu",
 }
-WITH_CAUSE = {"stuck", "broken", "failed"}
+WITH_CAUSE = {"stuck"}
 CALLS = {
     "begin out": lambda table: table.begin(OUT, "the tester"),
     "begin back": lambda table: table.begin(BACK, "the tester"),
@@ -51,25 +45,21 @@ CALLS = {
     "check out": lambda table: table.check(OUT, "the tester"),
     "finish out": lambda table: table.finish(OUT),
     "finish back": lambda table: table.finish(BACK),
-    "fail out": lambda table: table.fail(OUT, Place.GPU, CAUSE),
-    "lose out": lambda table: table.fail(OUT, None, CAUSE),
     "interrupt out": lambda table: table.interrupt(OUT, CAUSE),
     "require gpu": lambda table: table.require(*KEY, "the tester", frozenset({Place.GPU})),
     "require rest": lambda table: table.require(*KEY, "the tester"),
 }
 # The state that each legal pair leads to; every other pair is an error and changes nothing.
 LEGAL = {
-    **{(state, "begin out"): "moving" for state in ("gpu", "failed", "leaving", "stuck")},
+    **{(state, "begin out"): "moving" for state in ("gpu", "leaving", "stuck")},
     **{(state, "begin back"): "moving" for state in ("host", "returning")},
-    **{(state, "begin to disk"): "moving" for state in ("gpu", "failed")},
-    **{(state, "check out"): STATES[state].split()[0] for state in ("gpu", "failed", "leaving", "stuck")},
+    ("gpu", "begin to disk"): "moving",
+    **{(state, "check out"): STATES[state].split()[0] for state in ("gpu", "leaving", "stuck")},
     **{(state, "finish out"): "host" for state in ("leaving", "stuck")},
     ("returning", "finish back"): "gpu",
-    **{(state, "fail out"): "gpu" for state in ("leaving", "stuck")},
-    **{(state, "lose out"): "broken" for state in ("leaving", "stuck")},
     **{(state, "interrupt out"): "moving" for state in ("leaving", "stuck")},
-    **{(state, "require gpu"): "gpu" for state in ("gpu", "failed")},
-    **{(state, "require rest"): STATES[state] for state in ("gpu", "failed", "host", "disk", "dropped")},
+    ("gpu", "require gpu"): "gpu",
+    **{(state, "require rest"): STATES[state] for state in ("gpu", "host", "disk", "dropped")},
 }
 
 
@@ -94,13 +84,13 @@ def test_every_state_and_call(state, call):
 
 def test_a_cause_is_remembered_until_a_move_finishes():
     table = table_in("stuck")
-    table.begin(OUT, "sleep()")
+    table.begin(OUT, "a phase")
     with pytest.raises(ResidencyError, match="the cable is out"):
         table.require(*KEY, "the tester")
     table.finish(OUT)
     with pytest.raises(ResidencyError) as error:
-        table.begin(OUT, "sleep()")
-    assert str(error.value) == "actor weights is host: sleep() wants to move it from gpu to host"
+        table.begin(OUT, "a phase")
+    assert str(error.value) == "actor weights is host: a phase wants to move it from gpu to host"
 
 
 NEVER = [
@@ -131,6 +121,6 @@ def test_from_host_to_disk_is_no_move():
         table.begin(Move(*KEY, Place.HOST, Place.DISK), "the tester")
 
 
-def test_states_are_the_places_and_two_more():
-    assert [state for state in State if state not in list(Place)] == [State.MOVING, State.BROKEN]
+def test_states_are_the_places_and_one_more():
+    assert [state for state in State if state not in list(Place)] == [State.MOVING]
     assert set(Place) <= set(State)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles.ray.resume import first_rollout
+from miles.residency.plan import leaves_after_sync
 from miles.utils.network import free_ports
 from tests.fast.backends.megatron_utils.test_expert_layouts import (
     EP2,
@@ -138,7 +139,7 @@ def train(actor, result):
     for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
         if config.offload_train:
             actor.sleep()
-            actor.destroy_process_groups()
+            actor.move(leaves_after_sync(actor.party, actor.residency.policy))
             assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.chunks[0].parameters())
         metrics = actor.train(rollout_id, mine)
         result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})

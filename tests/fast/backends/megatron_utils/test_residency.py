@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.residency.plan import Move, Place, Region, leaves_after_sync
+from miles.residency.state import ResidencyError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.network import free_ports
 
@@ -123,23 +125,25 @@ def bits(rank, checkpoint, folder, port, case, asleep):
 
     flags, sleeping = CASES[case]
     actor, shard = build(rank, 2, checkpoint, folder, port, flags, sleeping if asleep else None)
+    groups = Move(actor.party, Region.COMM, Place.GPU, Place.DROPPED)
     lines, group = [], id(parallel_state.get_tensor_model_parallel_group())
     for rollout_id in range(ROLLOUTS):
         if asleep:
             metrics = actor.sleep()
-            actor.destroy_process_groups()  # where a weight sync would gather, they stay until it is done
+            actor.move(leaves_after_sync(actor.party, actor.residency.policy))
             assert storages(actor) == 0 and actor.residency.asleep and not actor.residency.groups.alive
             assert metrics["perf/sleep_bytes"] > 0 and actor.sleep() == {}
             assert actor.residency._fingerprints, "--check-residency hashes however the trainer sleeps"
             if rollout_id:
                 # A weight sync while it sleeps on may need them once more.
-                assert actor.reload_process_groups()["perf/reload_process_groups_time"] > 0
+                assert actor.move([groups.reversed()])["perf/reload_process_groups_time"] > 0
                 assert actor.residency.groups.alive and actor.residency.asleep and storages(actor) == 0
-                actor.destroy_process_groups()
+                assert actor.move([groups])["perf/destroy_process_groups_time"] > 0
+                assert actor.move([groups]) == {}
                 assert not actor.residency.groups.alive
                 # In the first rollout train() wakes it.
                 assert actor.wake_up()["perf/wake_up_bytes"] == metrics["perf/sleep_bytes"]
-                assert actor.wake_up() == {} and actor.onload() == {}
+                assert actor.wake_up() == {}
                 assert storages(actor) > 0
         metrics = actor.train(rollout_id, shard)
         lines.append({name: value for name, value in metrics.items() if name.startswith("train/")})
@@ -219,6 +223,8 @@ def verbs(checkpoint, folder, port):
     assert not residency.groups.alive
     weight = next(actor.chunks[0].parameters())
     copy = residency.read_weight(weight).clone()
+    with pytest.raises(ResidencyError, match="^actor weights is host: it can't move from gpu to disk$"):
+        actor.move([Move(actor.party, Region.WEIGHTS, Place.GPU, Place.DISK)])
     actor.wake_up()
     assert torch.equal(copy, weight)
 

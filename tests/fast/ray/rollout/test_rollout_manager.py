@@ -18,7 +18,7 @@ from miles.ray import placement_group as placing
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.ray.rollout.rollout_state import read_state, write_state
-from miles.residency.plan import Region
+from miles.residency.plan import Move, Party, Place, Region
 from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.collector import Collected
 from miles.rollout.engine_pool import EnginePool
@@ -390,13 +390,13 @@ class Released(EngineMemory):
     async def missing(self):
         return []
 
-    async def release(self, regions):
+    async def move(self, moves):
         assert self._client.sent == 0 or self._client.aborted.is_set()
         return 0
 
 
 async def test_what_a_function_of_the_users_left_running_never_meets_the_release(engine_flags, monkeypatch, caplog):
-    monkeypatch.setattr("miles.ray.rollout.rollout_manager.EngineMemory.release", Released.release)
+    monkeypatch.setattr("miles.ray.rollout.rollout_manager.EngineMemory.move", Released.move)
     manager = RolloutManager(parse_args(engine_flags), [])
     client = OneRequest()
     manager._hooks = Hooks(rollout=lambda *_: None)
@@ -406,11 +406,11 @@ async def test_what_a_function_of_the_users_left_running_never_meets_the_release
 
     pool = manager._pool = EnginePool(manager._config, [client], 4, manager._tokenizer, all_live)
     engines = [Released("engine 0", client)]
-    manager._memory = RolloutMemory(engines, [Region.KV_CACHE], all_live, manager._cut_off_what_is_left)
+    manager._memory = RolloutMemory(engines, all_live, manager._cut_off_what_is_left)
     sample, parameters = Sample(index=0, group_index=0, tokens=[97]), {"max_new_tokens": 4}
     left = asyncio.create_task(pool.complete([sample], [parameters]))
     await asyncio.sleep(0)
-    await manager.offload([Region.KV_CACHE])
+    await manager.move([Move(Party.ENGINE, Region.KV_CACHE, Place.GPU, Place.DROPPED)])
     assert left.done() and sample.status is Sample.Status.ABORTED and client.sent == 1
     assert "1 samples are still in flight, though the rollout is over: what --rollout-function-path" in caplog.text
     # What it begins afterwards reaches no engine, until the next rollout.
