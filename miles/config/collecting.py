@@ -1,16 +1,16 @@
 """Which of the generated groups make up a rollout, and what becomes of the others."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from miles.config.section import Section
+from miles.config.section import SameAs, Section
 
 
 class CollectingConfig(Section):
     title: ClassVar[str] = "Collecting samples"
 
-    over_sampling_batch_size: int | None = Field(
+    over_sampling_batch_size: Annotated[int | None, SameAs("rollout_batch_size")] = Field(
         None,
         gt=0,
         description="Prompts asked for at once, at least --rollout-batch-size: the rollout ends when enough groups are "

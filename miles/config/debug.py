@@ -1,11 +1,13 @@
 """Looking into a run, and running one half of it."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field
 
 from miles.config.paths import InputTemplate, OutputFile
-from miles.config.section import Section
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 
 
 class DebugConfig(Section):
@@ -20,3 +22,9 @@ class DebugConfig(Section):
         None,
         description="Train on the files that --save-debug-rollout-data wrote instead of generating; no engine starts.",
     )
+
+
+@derives("save_debug_rollout_data")
+def _not_with_loaded_samples(v: Values) -> Iterator[Derived]:
+    if v.load_debug_rollout_data is not None and v.save_debug_rollout_data is not None:
+        yield "save_debug_rollout_data", None, "--load-debug-rollout-data: no engine runs"

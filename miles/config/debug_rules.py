@@ -8,17 +8,10 @@ from miles.config.values import Values
 SAMPLE_FILE_ENDINGS = (".jsonl.gz", ".jsonl")
 
 
-def what_needs_no_engine(v: Values) -> str:
-    """The flag for which no engine starts, where `needs_engines` is False."""
-    if v.load_debug_rollout_data is not None:
-        return "--load-debug-rollout-data"
-    return "--debug-train-only" if v.debug_train_only else "--loss-type sft_loss"
-
-
 def _halves(v: Values) -> Iterator[str]:
     if v.debug_rollout_only and not v.needs_engines:
         yield (
-            f"--debug-rollout-only starts no trainer and {what_needs_no_engine(v)} starts no engine: nothing is left "
+            f"--debug-rollout-only starts no trainer and {v.without_engines} starts no engine: nothing is left "
             "to run; drop one"
         )
     if v.debug_train_only and v.learns_from_samples and v.load_debug_rollout_data is None:

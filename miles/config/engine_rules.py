@@ -168,8 +168,3 @@ def engine_warnings(v: Values) -> Iterator[str]:
     default = RolloutConfig.model_fields["sglang_router_request_timeout_secs"].default
     if v.needs_engines and v.sglang_router_policy is None and seconds != default:
         yield f"--sglang-router-request-timeout-secs {seconds} has no effect without --sglang-router-policy"
-    if v.needs_engines and v.update_weight_transfer_mode != "broadcast" and v.num_colocated_engines == v.num_engines:
-        yield (
-            f"--update-weight-transfer-mode {v.update_weight_transfer_mode} has no effect: all engines share the "
-            "trainer's GPUs, and read its memory"
-        )

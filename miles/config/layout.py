@@ -86,6 +86,22 @@ class Layout:
         return not self.debug_rollout_only
 
     @property
+    def without_engines(self) -> str | None:
+        """The flag for which no engine starts; None where engines run."""
+        if self.needs_engines:
+            return None
+        if self.load_debug_rollout_data is not None:
+            return "--load-debug-rollout-data"
+        return "--debug-train-only" if self.debug_train_only else "--loss-type sft_loss"
+
+    @property
+    def lone_side(self) -> str | None:
+        """Why only one of trainer and engines runs; None where both do."""
+        if not self.needs_engines:
+            return f"no engine runs with {self.without_engines}"
+        return None if self.needs_trainer else "no trainer runs with --debug-rollout-only"
+
+    @property
     def overlaps(self) -> bool:
         """Whether rollouts are generated while the trainer computes."""
         return self.one_step_ahead or self.fully_async

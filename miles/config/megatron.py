@@ -1,10 +1,12 @@
 """How Megatron computes: layers, recomputation, communication, experts. Names as in Megatron-LM."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from miles.config.section import Section
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -71,3 +73,9 @@ class MegatronConfig(Section):
     moe_z_loss_coeff: float | None = Field(
         None, gt=0, description="Weight of a loss on the size of the router's logits. Unset: none."
     )
+
+
+@derives("bias_swiglu_fusion")
+def _fusion(v: Values) -> Iterator[Derived]:
+    if v.bias_swiglu_fusion is None:
+        yield "bias_swiglu_fusion", v.device == "cuda", f"--device {v.device}"

@@ -1,11 +1,13 @@
 """The model and how the trainer spreads it over its ranks."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field
 
 from miles.config.paths import ModelFolder
-from miles.config.section import Section
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 
 
 class ModelConfig(Section):
@@ -44,3 +46,18 @@ class ModelConfig(Section):
     bf16: bool | None = Field(
         None, description="Train in bfloat16 with fp32 master weights, else in fp32. Unset: on with cuda, off with cpu."
     )
+
+
+@derives("bf16")
+def _precision(v: Values) -> Iterator[Derived]:
+    if v.bf16 is None:
+        yield "bf16", v.device == "cuda", f"--device {v.device}"
+
+
+@derives("expert_tensor_parallel_size")
+def _expert_tensor_parallel(v: Values) -> Iterator[Derived]:
+    if v.expert_tensor_parallel_size is None:
+        if v.expert_model_parallel_size > 1:
+            yield "expert_tensor_parallel_size", 1, "--expert-model-parallel-size shares whole experts out"
+        else:
+            yield "expert_tensor_parallel_size", v.tensor_model_parallel_size, "--tensor-model-parallel-size"

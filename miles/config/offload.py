@@ -1,11 +1,15 @@
 """Offload: whether a side leaves the GPU while the other one computes, what of it leaves, and where it waits."""
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from miles.config.paths import NodePath
-from miles.config.section import Section
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 
 
 class OffloadConfig(Section):
@@ -80,3 +84,61 @@ class OffloadConfig(Section):
         description="Hash every tensor of the trainer before each sleep and after each wake, and stop where they "
         "differ. For finding faults: slow.",
     )
+
+
+@derives("offload_train", "offload_rollout")
+def _offload(v: Values) -> Iterator[Derived]:
+    for name in ("offload_train", "offload_rollout"):
+        given = getattr(v, name)
+        if v.lone_side:
+            if given is not False:
+                yield name, False, v.lone_side
+        elif given is None:
+            if v.offload is not None:
+                yield name, v.offload, "--offload" if v.offload else "--no-offload"
+            elif v.colocate:
+                yield name, True, "--colocate"
+            else:
+                yield name, False, "neither --colocate nor --offload is given"
+
+
+@derives(
+    "offload_train_target",
+    "rematerialize_param_from_master_weight",
+    "colocate_memory_peak_device",
+    "check_residency",
+    "stream_optimizer_state_to_disk",
+)
+def _nothing_to_hand_over(v: Values) -> Iterator[Derived]:
+    """So that a debug mode can be added to any command line."""
+    if v.lone_side:
+        for name, value in (
+            ("offload_train_target", "cpu"),
+            ("rematerialize_param_from_master_weight", False),
+            ("colocate_memory_peak_device", "cpu"),
+            ("check_residency", False),
+        ):
+            if getattr(v, name) != value:
+                yield name, value, v.lone_side
+        if v.stream_optimizer_state_to_disk and not v.needs_trainer:
+            yield "stream_optimizer_state_to_disk", False, v.lone_side
+
+
+def scratch_folder() -> Path:
+    """Where the default of --offload-train-disk-dir is."""
+    return Path(os.environ.get("SCRATCH") or "/scratch")
+
+
+@derives("offload_train_disk_dir")
+def _disk_folder(v: Values) -> Iterator[Derived]:
+    if v.offload_train_disk_dir is None and v.trainer_uses_disk and scratch_folder().is_dir():
+        folder = scratch_folder() / f"miles_train_offload_{os.getuid()}"
+        yield "offload_train_disk_dir", str(folder), "$SCRATCH" if os.environ.get("SCRATCH") else "$SCRATCH is not set"
+
+
+@derives("offload_train_keep_host_buffers")
+def _host_buffers(v: Values) -> Iterator[Derived]:
+    # The disk has no such buffers: what is not None then was given.
+    if v.offload_train_keep_host_buffers is None and v.offload_train_target == "cpu":
+        peak = v.colocate_memory_peak_device
+        yield "offload_train_keep_host_buffers", peak == "cpu", f"--colocate-memory-peak-device {peak}"

@@ -1,12 +1,11 @@
 """What a configuration must satisfy for memory to move: the planner's own conditions, and those of the flags."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from miles.config.names import flag_of
-from miles.config.offload import OffloadConfig
+from miles.config.offload import OffloadConfig, scratch_folder
 from miles.config.values import Values
 from miles.residency.filesystem import IN_MEMORY, filesystem_of
 from miles.residency.policy import policy_of
@@ -79,11 +78,6 @@ def _disk(v: Values) -> Iterator[str]:
             f"--offload-train-disk-dir {folder} is in memory ({kind}), so that what goes there stays on the host; "
             "choose a folder on a disk, or --offload-train-target cpu without --stream-optimizer-state-to-disk"
         )
-
-
-def scratch_folder() -> Path:
-    """Where the default of --offload-train-disk-dir is."""
-    return Path(os.environ.get("SCRATCH") or "/scratch")
 
 
 def _checks(v: Values) -> Iterator[str]:

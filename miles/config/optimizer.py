@@ -1,10 +1,12 @@
 """Adam and its schedule."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from miles.config.section import Section
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 
 
 class OptimizerConfig(Section):
@@ -50,3 +52,16 @@ class OptimizerConfig(Section):
         description="Optimizer steps in a row that are skipped because their gradient's norm is not finite; one more "
         "stops the run.",
     )
+
+
+@derives("lr_decay_iters")
+def _decay(v: Values) -> Iterator[Derived]:
+    if v.use_critic and v.num_critic_only_steps:
+        return  # Actor and critic take different numbers of steps: each one's schedule has its own.
+    if v.lr_decay_iters is None and v.num_rollout is not None and v.steps_per_rollout > 0:
+        steps = v.num_rollout * v.steps_per_rollout
+        warmup = max(v.lr_warmup_iters, v.critic_lr_warmup_iters if v.use_critic else 0)
+        if steps > warmup:
+            yield "lr_decay_iters", steps, f"{v.num_rollout} rollouts of {v.steps_per_rollout} steps"
+        else:
+            yield "lr_decay_iters", warmup + 1, f"the run's {steps} steps end within the warm-up"

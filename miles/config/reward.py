@@ -1,10 +1,10 @@
 """Where rewards come from."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from miles.config.section import Section
+from miles.config.section import SameAs, Section
 
 # Those that compare nothing with a label.
 WITHOUT_LABEL = ("remote_rm", "reasoning_gym")
@@ -59,7 +59,7 @@ class RewardConfig(Section):
         "as many rewards.",
     )
     reward_key: str | None = Field(None, description="The entry that trains, where the reward is a dict.")
-    eval_reward_key: str | None = Field(
+    eval_reward_key: Annotated[str | None, SameAs("reward_key")] = Field(
         None, description="The entry that evaluation shows, where the reward is a dict. Unset: --reward-key."
     )
     max_reward_error_fraction: float = Field(

@@ -1,10 +1,13 @@
 """Generation: sampling parameters and engine limits."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from miles.config.section import Section
+from miles.config.context_length import KEPT_BY_SGLANG, engine_context, longest_context
+from miles.config.section import Derived, Section, derives
+from miles.config.values import Values
 from miles.utils.errors import UserError
 
 
@@ -92,3 +95,43 @@ class RolloutConfig(Section):
         gt=0,
         description="Bound of the mean |trainer - engine| log-probability after the first sync; above it, stop.",
     )
+
+
+@derives("eval_max_prompt_len", "eval_max_context_len")
+def _eval_lengths(v: Values) -> Iterator[Derived]:
+    # Before the limit of rollouts that is derived, which does not become one of evaluations.
+    for name in ("max_prompt_len", "max_context_len"):
+        given = getattr(v, f"rollout_{name}")
+        if getattr(v, f"eval_{name}") is None and given is not None:
+            yield f"eval_{name}", given, "--rollout-" + name.replace("_", "-")
+
+
+@derives("rollout_max_context_len", "eval_max_context_len")
+def _context(v: Values) -> Iterator[Derived]:
+    longest = longest_context(v) if v.needs_engines else None
+    if longest is None:
+        return
+    for name in ("rollout_max_context_len", "eval_max_context_len"):
+        given = getattr(v, name)
+        # More than the context is refused.
+        if given is None or longest < given <= longest + KEPT_BY_SGLANG:
+            reason = f"{engine_context(v)} tokens of context, of which SGLang keeps {KEPT_BY_SGLANG}"
+            yield name, longest, reason
+
+
+@derives("rollout_max_prompt_len")
+def _prompt_length(v: Values) -> Iterator[Derived]:
+    if v.rollout_max_prompt_len is None and v.rollout_max_context_len is not None:
+        yield "rollout_max_prompt_len", v.rollout_max_context_len - 1, "one token less than --rollout-max-context-len"
+
+
+@derives("rollout_request_timeout")
+def _request_timeout(v: Values) -> Iterator[Derived]:
+    """Long enough for an engine that is full of longest responses: dead and hung engines are found in other ways."""
+    if v.rollout_request_timeout is None:
+        longest = max(v.rollout_max_response_len or 0, v.eval_max_response_len or 0)
+        seconds = 1800.0 + v.sglang_server_concurrency * longest / 2000
+        reason = f"1800 s, and {v.sglang_server_concurrency} responses of {longest} tokens at 2,000 a second"
+        if v.sglang_router_policy is not None and seconds > v.sglang_router_request_timeout_secs:
+            seconds, reason = float(v.sglang_router_request_timeout_secs), "--sglang-router-request-timeout-secs"
+        yield "rollout_request_timeout", seconds, reason

@@ -1,10 +1,10 @@
 """What a configuration must satisfy. Each rule says what was given, what is allowed and what to do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
-from miles.config.data_rules import DATA_RULES
 from miles.config.debug_rules import DEBUG_RULES
+from miles.config.effect import effect_rules
 from miles.config.engine_rules import ENGINE_RULES, engine_warnings
 from miles.config.eval_rules import EVAL_RULES, eval_warnings
 from miles.config.hooks_rules import HOOKS_RULES
@@ -18,28 +18,28 @@ from miles.config.paths import dotted_path_problem
 from miles.config.reward import WITHOUT_LABEL
 from miles.config.reward_rules import REWARD_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
-from miles.config.run_config import RunConfig
-from miles.config.schedule_rules import SCHEDULE_RULES, schedule_warnings
+from miles.config.run_config import SECTIONS, RunConfig
+from miles.config.section import Rule
 from miles.config.values import Undetermined, Values
-from miles.config.weight_sync import WEIGHT_SYNC_RULES
 from miles.utils.export_folder import export_problem
 
-Rule = Callable[[Values], Iterator[str]]
+FIELDS = RunConfig.model_fields
+WARNINGS: list[Rule] = [
+    one for section in SECTIONS for one in (*effect_rules(section, FIELDS, warns=True), *section.warnings())
+]
 RULES: list[Rule] = [
+    *(one for section in SECTIONS for one in (*effect_rules(section, FIELDS, warns=False), *section.rules())),
     *PATH_RULES,
     *OFFLOAD_RULES,
     *LAYOUT_RULES,
     *MEGATRON_RULES,
     *ENGINE_RULES,
-    *WEIGHT_SYNC_RULES,
     *ALGORITHM_RULES,
-    *DATA_RULES,
     *DEBUG_RULES,
     *REWARD_RULES,
     *ROLLOUT_RULES,
     *HOOKS_RULES,
     *MULTI_TURN_RULES,
-    *SCHEDULE_RULES,
     *EVAL_RULES,
     *OPTIMIZER_RULES,
 ]
@@ -63,30 +63,15 @@ def validate(v: Values) -> list[str]:
 
 def warn(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
+    for one in WARNINGS:
+        yield from one(v)
     yield from eval_warnings(v)
     yield from multi_turn_warnings(v)
     yield from optimizer_warnings(v)
-    yield from _batch_warnings(v)
     yield from algorithm_warnings(v)
     yield from offload_warnings(v)
     yield from engine_warnings(v)
     yield from rollout_warnings(v)
-    yield from schedule_warnings(v)
-
-
-def _batch_warnings(v: Values) -> Iterator[str]:
-    if not v.needs_trainer:
-        return
-    size, ranks = v.global_batch_size, v.data_parallel_size
-    if rest := v.samples_per_rollout % size:
-        yield (
-            f"--global-batch-size {size}: the last of the {v.steps_per_rollout} optimizer steps of a rollout has the "
-            f"{rest} samples that are left of {v.samples_per_rollout}, and weighs as much as the others"
-        )
-    if size < ranks:
-        yield f"--global-batch-size {size} leaves some of {ranks} data-parallel ranks without a sample"
-    if v.use_dynamic_batch_size and v.micro_batch_size != RunConfig.model_fields["micro_batch_size"].default:
-        yield f"--micro-batch-size {v.micro_batch_size} has no effect with --use-dynamic-batch-size"
 
 
 # --- layout ---
@@ -98,43 +83,6 @@ def _node_size(v: Values) -> Iterator[str]:
         yield (
             f"--actor-num-gpus-per-node {v.actor_num_gpus_per_node} does not fit on a node of --num-gpus-per-node "
             f"{v.num_gpus_per_node}; lower the first or correct the second"
-        )
-
-
-# --- data and batches ---
-
-
-@_rule
-def _length_of_run(v: Values) -> Iterator[str]:
-    if (v.num_rollout is None) == (v.num_epoch is None):
-        given = "neither is" if v.num_rollout is None else f"both are ({v.num_rollout} and {v.num_epoch})"
-        yield f"exactly one of --num-rollout and --num-epoch must be given, {given}"
-
-
-@_rule
-def _steps(v: Values) -> Iterator[str]:
-    samples, size, steps = v.samples_per_rollout, v.global_batch_size, v.num_steps_per_rollout
-    counted = f"{samples} samples a rollout (--rollout-batch-size {v.rollout_batch_size} x --n-samples-per-prompt "
-    counted += f"{v.n_samples_per_prompt})"
-    if size > samples:
-        yield f"--global-batch-size {size} is more than the {counted}; give at most {samples}"
-    elif steps is not None and v.steps_per_rollout != steps:
-        yield (
-            f"--num-steps-per-rollout {steps} does not fit the {counted}: steps of {size} make "
-            f"{v.steps_per_rollout}; choose that, or a divisor of {samples}, or leave out --global-batch-size"
-        )
-
-
-@_rule
-def _dynamic_batch(v: Values) -> Iterator[str]:
-    if v.use_dynamic_batch_size and v.max_tokens_per_gpu is None:
-        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu, the tokens of one micro-batch"
-    if v.balance_by_flops and not v.use_dynamic_batch_size:
-        yield "--balance-by-flops has no effect without --use-dynamic-batch-size; add that, or drop it"
-    if v.max_tokens_per_gpu is not None and not v.use_dynamic_batch_size:
-        yield (
-            f"--max-tokens-per-gpu {v.max_tokens_per_gpu} has no effect without --use-dynamic-batch-size; add that, or "
-            "drop it"
         )
 
 

@@ -1,12 +1,13 @@
 """New weights on their way from the trainer to the engines."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.effect import OnlyWith, engines_run
 from miles.config.paths import OutputFolder
-from miles.config.section import Section
+from miles.config.section import Section, rule
 from miles.config.values import Values
 
 
@@ -19,13 +20,22 @@ class WeightSyncConfig(Section):
         description="Bytes of one bucket of the weight sync; a trainer rank holds two. Fewer and larger buckets are "
         "faster.",
     )
-    update_weight_transfer_mode: Literal["broadcast", "disk"] = Field(
+    update_weight_transfer_mode: Annotated[
+        Literal["broadcast", "disk"],
+        OnlyWith(
+            "engines on GPUs of their own",
+            "since those that share the trainer's read its memory",
+            when=lambda v: v.num_colocated_engines < v.num_engines,
+            where=engines_run,
+            warns=True,
+        ),
+    ] = Field(
         "broadcast",
         description="How weights reach engines that are not on the trainer's GPUs. broadcast: a process group for each "
         "pipeline stage, NCCL between GPUs, gloo on a CPU. disk: a checkpoint in --update-weight-disk-dir. Colocated "
         "engines always read the trainer's memory.",
     )
-    update_weight_disk_dir: OutputFolder | None = Field(
+    update_weight_disk_dir: Annotated[OutputFolder | None, OnlyWith("--update-weight-transfer-mode disk")] = Field(
         None,
         description="Folder that trainer and engines both see, for --update-weight-transfer-mode disk. Each sync "
         "writes a checkpoint there and removes it.",
@@ -43,15 +53,7 @@ class WeightSyncConfig(Section):
     )
 
 
+@rule
 def _disk_folder(v: Values) -> Iterator[str]:
-    mode, folder = v.update_weight_transfer_mode, v.update_weight_disk_dir
-    if mode == "disk" and folder is None:
+    if v.update_weight_transfer_mode == "disk" and v.update_weight_disk_dir is None:
         yield "--update-weight-transfer-mode disk needs --update-weight-disk-dir, a folder that trainer and engines see"
-    if mode != "disk" and folder is not None:
-        yield (
-            f"--update-weight-disk-dir {folder} has no effect with --update-weight-transfer-mode {mode}; drop it, or "
-            "give disk"
-        )
-
-
-WEIGHT_SYNC_RULES = (_disk_folder,)

@@ -101,10 +101,3 @@ def test_a_timeout_of_a_router_that_is_not_started_is_pointed_out(argv):
     (warning,) = resolve(argv("--sglang-router-request-timeout-secs 100")).warnings
     assert warning == "--sglang-router-request-timeout-secs 100 has no effect without --sglang-router-policy"
     assert resolve(argv("--sglang-router-policy round_robin")).warnings == []
-
-
-@pytest.mark.parametrize(("changes", "ignored"), [({}, True), ({"rollout_num_gpus": "8"}, False)])
-def test_a_transfer_mode_that_no_engine_needs(argv, changes, ignored):
-    disk = {"update_weight_transfer_mode": "disk", "update_weight_disk_dir": "folder"}
-    warnings = resolve(argv(**disk, **changes)).warnings
-    assert sum("has no effect: all engines share the trainer's GPUs" in warning for warning in warnings) == ignored

@@ -128,26 +128,6 @@ def test_warnings(argv):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (
-            "--num-steps-per-rollout 5",
-            "--global-batch-size 7: the last of the 5 optimizer steps of a rollout has the 4 ",
-        ),
-        ("--global-batch-size 2", "--global-batch-size 2 leaves some of 4 data-parallel ranks without a sample"),
-        (
-            "--use-dynamic-batch-size --max-tokens-per-gpu 9 --micro-batch-size 2",
-            "--micro-batch-size 2 has no effect with --use-dynamic-batch-size",
-        ),
-    ],
-)
-def test_odd_batches(argv, more, expected):
-    (warning,) = resolve(argv(more)).warnings
-    assert expected in warning
-    assert not resolve(argv(more + " --debug-rollout-only")).warnings
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
         ("--offload-train-keep-host-buffers DISK", "--offload-train-keep-host-buffers has no effect with"),
         ("--no-offload-train-keep-host-buffers DISK", "--no-offload-train-keep-host-buffers has no effect with"),
         ("DISK", None),
