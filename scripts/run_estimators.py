@@ -1,6 +1,6 @@
 """The demo task with each advantage estimator, from one warm-up: a table, and the curves of their rewards.
 
-    python scripts/run_estimators.py                    # all eight, one after the other
+    python scripts/run_estimators.py                    # all, one after the other
     python scripts/run_estimators.py gspo ppo           # these; what others wrote earlier stands in the table too
     python scripts/run_estimators.py --table            # nothing is trained
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles.tracking.report import duration, read_metrics
+from miles.training.advantages import ESTIMATORS
 from miles.utils.errors import UserError, ends_in_a_sentence
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,16 +24,14 @@ NUM_ROLLOUT = 24
 ENDS = 3
 
 # What an estimator does differently from scripts/demo/grpo.yaml, which clips ratios to 0.8 and 1.28 and averages the
-# loss over the tokens of a step.
+# loss over the tokens of a step: nothing, where it is not here.
 SAMPLE_MEAN = "--no-calculate-per-token-loss"
 SETTINGS: dict[str, list[str]] = {
-    "grpo": [],
     # A sequence counts once, as in the paper. Its range, 3e-4 and 4e-4, is for long answers: of the 5 tokens here the
     # mean log-ratio moves more.
     "gspo": [SAMPLE_MEAN, "--eps-clip", "0.05", "--eps-clip-high", "0.05"],
     # As in the paper next to no lower bound; the upper one was chosen so that it is seldom reached.
     "cispo": ["--eps-clip", "0.99", "--eps-clip-high", "2.0"],
-    "rloo": [],
     # It divides by a constant, --rollout-max-response-len.
     "dr_grpo": [SAMPLE_MEAN],
     "reinforce_plus_plus": ["--kl-coef", "0.01"],
@@ -82,7 +81,7 @@ def train(estimator: str) -> None:
         *("train.py", "--config", "scripts/demo/grpo.yaml", "--advantage-estimator", estimator),
         *("--hf-checkpoint", str(FOLDER / "warm"), "--prompt-data", str(FOLDER / "train.jsonl")),
         *("--eval-prompt-data", "reverse", str(FOLDER / "eval.jsonl"), "--eval-interval", str(NUM_ROLLOUT)),
-        *("--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(FOLDER / estimator), *SETTINGS[estimator]),
+        *("--num-rollout", str(NUM_ROLLOUT), "--run-dir", str(FOLDER / estimator), *SETTINGS.get(estimator, [])),
     )
 
 
@@ -112,27 +111,27 @@ def table(results: dict[str, Result]) -> str:
     ]
     for name, result in results.items():
         numbers = f"{result.first:.3f} | {result.last:.3f} | {result.before:.3f} | {result.after:.3f}"
-        settings = f"`{' '.join(SETTINGS[name])}`" if SETTINGS[name] else ""
+        settings = f"`{' '.join(SETTINGS[name])}`" if name in SETTINGS else ""
         lines.append(f"| {name} | {numbers} | {duration(result.seconds)} | {settings} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("estimators", nargs="*", metavar="estimator", help=f"default: {' '.join(SETTINGS)}")
+    parser.add_argument("estimators", nargs="*", metavar="estimator", help=f"default: {' '.join(ESTIMATORS)}")
     parser.add_argument("--table", action="store_true", help="train nothing; show what earlier runs wrote")
     parser.add_argument("--output", type=Path, help=f"the .svg file (default {FOLDER}/estimators.svg)")
     options = parser.parse_args()
-    if unknown := [name for name in options.estimators if name not in SETTINGS]:
-        parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(SETTINGS)}")
+    if unknown := [name for name in options.estimators if name not in ESTIMATORS]:
+        parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(ESTIMATORS)}")
     if not options.table:
         (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
         if not (ROOT / FOLDER / "warm" / "config.json").is_file():
             warm_up()
-        for estimator in options.estimators or SETTINGS:
+        for estimator in options.estimators or ESTIMATORS:
             train(estimator)
 
-    files = {name: FOLDER / name / "metrics.jsonl" for name in SETTINGS if (ROOT / FOLDER / name).is_dir()}
+    files = {name: FOLDER / name / "metrics.jsonl" for name in ESTIMATORS if (ROOT / FOLDER / name).is_dir()}
     results = {}
     for name, file in files.items():
         try:

@@ -1,17 +1,17 @@
 """The advantages and the loss."""
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from miles.config.paths import ModelFolder
 from miles.config.section import Section
+from miles.training.advantages import ESTIMATORS, estimators_where
 
-# Estimators that compare a reward with the others of its group; of these, which divide by the standard deviation.
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
-STD_ESTIMATORS = ("grpo", "gspo", "cispo")
-# Estimators that whiten their advantages, and may have a KL penalty in the reward.
-WHITENED_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 
 class AlgorithmConfig(Section):
@@ -25,18 +25,11 @@ class AlgorithmConfig(Section):
     custom_loss_function_path: str | None = Field(
         None, description="Dotted path of the loss of --loss-type custom_loss: see miles.training.custom."
     )
-    advantage_estimator: Literal[
-        "grpo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "dr_grpo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "ppo",
-    ] = Field(
-        "grpo",
-        description="How rewards become advantages, and with gspo and cispo the form of the loss; ppo trains a critic.",
+    advantage_estimator: EstimatorName = Field(
+        next(iter(ESTIMATORS)),
+        description="How rewards become advantages, and with "
+        f"{estimators_where(lambda e: e.loss != 'clip')} the form of the loss; {estimators_where(lambda e: e.critic)} "
+        "trains a critic.",
     )
     disable_grpo_std_normalization: bool = Field(
         False, description="Only subtract the group's mean from its rewards; do not divide by its standard deviation."
@@ -44,15 +37,22 @@ class AlgorithmConfig(Section):
     disable_rewards_normalization: bool = Field(False, description="Use rewards as they are, without group statistics.")
     normalize_advantages: bool | None = Field(
         None,
-        description="Whiten the advantages over a rollout. Unset: on with the reinforce_plus_plus estimators.",
+        description=f"Whiten the advantages over a rollout. Unset: on with {estimators_where(lambda e: e.whitens)}.",
     )
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount of later rewards: reinforce_plus_plus and ppo.")
-    lambd: float = Field(1.0, ge=0, le=1, description="Lambda of ppo's generalised advantage estimation.")
+    gamma: float = Field(
+        1.0, ge=0, le=1, description=f"Discount of later rewards: {estimators_where(lambda e: e.discounts)}."
+    )
+    lambd: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description=f"Lambda of generalised advantage estimation: {estimators_where(lambda e: e.critic)}.",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0,
-        description="Weight of the KL divergence from a reference model in the reward of each token: the "
-        "reinforce_plus_plus estimators. Its estimator is --kl-loss-type.",
+        description="Weight of the KL divergence from a reference model in the reward of each token: "
+        f"{estimators_where(lambda e: e.kl_in_reward)}. Its estimator is --kl-loss-type.",
     )
     eps_clip: float = Field(0.2, gt=0, lt=1, description="The probability ratio is clipped from below at 1 minus this.")
     eps_clip_high: float | None = Field(
@@ -86,5 +86,6 @@ class AlgorithmConfig(Section):
         None,
         gt=0,
         description="Divide each sample's sum of losses by this many tokens instead of its own number, which favours "
-        "short responses. Unset: with dr_grpo, --rollout-max-response-len.",
+        "short responses. Unset: with "
+        f"{estimators_where(lambda e: e.constant_length)}, --rollout-max-response-len.",
     )

@@ -1,8 +1,8 @@
 """What the flags of advantages, losses, corrections, critic and distillation must satisfy among themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from miles.config.algorithm import GROUP_ESTIMATORS, STD_ESTIMATORS, WHITENED_ESTIMATORS, AlgorithmConfig
+from miles.config.algorithm import AlgorithmConfig
 from miles.config.critic import CriticConfig
 from miles.config.distillation import DistillationConfig
 from miles.config.layout_rules import model_shape
@@ -10,6 +10,7 @@ from miles.config.names import flag_of, negation_of
 from miles.config.off_policy import OffPolicyConfig
 from miles.config.paths import dotted_path_problem
 from miles.config.values import Values
+from miles.training.advantages import Estimator, estimators_where
 
 FIELDS = (
     AlgorithmConfig.model_fields | OffPolicyConfig.model_fields | CriticConfig.model_fields
@@ -40,17 +41,17 @@ def _written(name: str, value: object) -> str:
     return f"{flag_of(name)} {' '.join(value) if isinstance(value, list) else value}"
 
 
+def _estimator(holds: Callable[[Estimator], bool]) -> str:
+    """The flag with each estimator of which something holds."""
+    return f"--advantage-estimator {estimators_where(holds, ' or ')}"
+
+
 def _without_their_switch(v: Values) -> Iterator[str]:
-    estimator = v.advantage_estimator
     distills = ("opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_urls")
     switches = (
         (v.loss_type == "custom_loss", "--loss-type custom_loss", ("custom_loss_function_path",)),
-        (
-            estimator in ("reinforce_plus_plus", "ppo"),
-            "--advantage-estimator reinforce_plus_plus or ppo",
-            ("gamma",),
-        ),
-        (estimator == "ppo", "--advantage-estimator ppo", ("lambd", *CriticConfig.model_fields)),
+        (v.estimator.discounts, _estimator(lambda e: e.discounts), ("gamma",)),
+        (v.estimator.critic, _estimator(lambda e: e.critic), ("lambd", *CriticConfig.model_fields)),
         (v.use_kl_loss, "--use-kl-loss", ("kl_loss_coef",)),
         (v.use_kl_loss and v.kl_loss_coef > 0, "--use-kl-loss and a --kl-loss-coef above 0", ("use_unbiased_kl",)),
         (v.use_kl_loss or v.kl_coef > 0, "--use-kl-loss or --kl-coef", ("ref_update_interval",)),
@@ -70,35 +71,36 @@ def _without_their_switch(v: Values) -> Iterator[str]:
 
 
 def _reward_statistics(v: Values) -> Iterator[str]:
-    estimator, raw = v.advantage_estimator, v.disable_rewards_normalization
-    if raw and estimator not in GROUP_ESTIMATORS:
+    estimator, raw = v.estimator, v.disable_rewards_normalization
+    if raw and estimator.compare is None:
         yield (
-            f"--disable-rewards-normalization has no effect with --advantage-estimator {estimator}, which takes "
+            f"--disable-rewards-normalization has no effect with --advantage-estimator {estimator.name}, which takes "
             "rewards as they are anyway; drop it"
         )
-    if v.disable_grpo_std_normalization and estimator not in STD_ESTIMATORS:
+    if v.disable_grpo_std_normalization and not estimator.divides_by_std:
         yield (
-            f"--disable-grpo-std-normalization has no effect with --advantage-estimator {estimator}, which divides by "
-            f"no standard deviation anyway; drop it (it is for {', '.join(STD_ESTIMATORS)})"
+            f"--disable-grpo-std-normalization has no effect with --advantage-estimator {estimator.name}, which "
+            "divides by no standard deviation anyway; drop it (it is for "
+            f"{estimators_where(lambda e: e.divides_by_std, ', ')})"
         )
     elif v.disable_grpo_std_normalization and raw:
         yield "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization; drop one"
 
 
 def _groups(v: Values) -> Iterator[str]:
-    compares = v.advantage_estimator in GROUP_ESTIMATORS and not v.disable_rewards_normalization
+    compares = v.estimator.compare is not None and not v.disable_rewards_normalization
     if v.learns_from_samples and v.needs_trainer and compares and v.n_samples_per_prompt == 1 and not v.use_opd:
         yield (
             "--n-samples-per-prompt 1 with group-normalised rewards: a response has nothing to be compared with, every "
             "advantage is 0 and nothing is learned; give at least 2, or --disable-rewards-normalization, or "
-            "--advantage-estimator reinforce_plus_plus or ppo"
+            f"{_estimator(lambda e: e.compare is None)}"
         )
 
 
 def _whitening(v: Values) -> Iterator[str]:
-    if v.advantage_estimator in WHITENED_ESTIMATORS and v.normalize_advantages is False and v.learns_from_samples:
+    if v.estimator.whitens and v.normalize_advantages is False and v.learns_from_samples:
         yield (
-            f"--no-normalize-advantages with --advantage-estimator {v.advantage_estimator}, whose advantages have no "
+            f"--no-normalize-advantages with --advantage-estimator {v.estimator.name}, whose advantages have no "
             "baseline or scale but the whitening's; drop it"
         )
 
@@ -109,13 +111,13 @@ def _loss(v: Values) -> Iterator[str]:
         yield "--loss-type custom_loss needs --custom-loss-function-path, the dotted path of the loss"
     elif path is not None and (problem := dotted_path_problem("--custom-loss-function-path", path, "my_module.loss")):
         yield problem
-    if v.advantage_estimator == "cispo" and v.eps_clip_c is not None:
+    if v.estimator.loss == "clipped_weight" and v.eps_clip_c is not None:
         yield (
-            f"--eps-clip-c {v.eps_clip_c} has no effect with --advantage-estimator cispo, whose ratio is a bounded "
-            "weight for either sign of the advantage; drop it"
+            f"--eps-clip-c {v.eps_clip_c} has no effect with --advantage-estimator {v.estimator.name}, whose ratio is "
+            "a bounded weight for either sign of the advantage; drop it"
         )
     if v.calculate_per_token_loss and v.constant_loss_length is not None:
-        source = "--advantage-estimator dr_grpo sets" if v.advantage_estimator == "dr_grpo" else "there is"
+        source = f"--advantage-estimator {v.estimator.name} sets" if v.estimator.constant_length else "there is"
         yield (
             "--calculate-per-token-loss divides a step's losses by its tokens, and "
             f"{source} --constant-loss-length {v.constant_loss_length} to divide by; keep one"
@@ -130,10 +132,10 @@ def _kl(v: Values) -> Iterator[str]:
         )
     if v.kl_coef == 0:
         return
-    if v.advantage_estimator not in WHITENED_ESTIMATORS:
+    if not v.estimator.kl_in_reward:
         yield (
-            f"--kl-coef {v.kl_coef} is for --advantage-estimator {' and '.join(WHITENED_ESTIMATORS)}, and that is "
-            f"{v.advantage_estimator}; use --use-kl-loss with --kl-loss-coef"
+            f"--kl-coef {v.kl_coef} is for --advantage-estimator {estimators_where(lambda e: e.kl_in_reward)}, and "
+            f"that is {v.estimator.name}; use --use-kl-loss with --kl-loss-coef"
         )
     if v.use_kl_loss and v.kl_loss_coef > 0:
         yield (
@@ -179,8 +181,8 @@ def _denominator(v: Values) -> Iterator[str]:
         )
     for flag in _given(v, "keep_old_actor", "kl_coef", "use_opd", "use_opsm"):
         yield f"{flag} needs the log-probabilities that --skip-actor-forward-only spares; drop one"
-    if v.advantage_estimator == "ppo":
-        yield "--skip-actor-forward-only does not work with --advantage-estimator ppo; drop it"
+    if v.estimator.critic:
+        yield f"--skip-actor-forward-only does not work with --advantage-estimator {v.estimator.name}; drop it"
 
 
 def _bounds(v: Values) -> Iterator[str]:
@@ -302,15 +304,16 @@ def algorithm_warnings(v: Values) -> Iterator[str]:
 def _ratio_warnings(v: Values) -> Iterator[str]:
     if v.loss_type == "custom_loss":
         left = _given(v, "eps_clip", "eps_clip_c", "entropy_coef", "kl_loss_coef", "use_unbiased_kl", *CORRECTIONS)
-        if v.advantage_estimator in ("gspo", "cispo"):
-            left.insert(0, f"the ratio of --advantage-estimator {v.advantage_estimator}")
+        if v.estimator.loss != "clip":
+            left.insert(0, f"the ratio of --advantage-estimator {v.estimator.name}")
         if left:
             yield f"{', '.join(left)}: left to the function of --custom-loss-function-path, which replaces the loss"
         return
-    if v.advantage_estimator == "gspo" and max(v.eps_clip, v.eps_clip_high) >= 0.1:
+    if v.estimator.loss == "sequence_clip" and max(v.eps_clip, v.eps_clip_high) >= 0.1:
         yield (
             f"--eps-clip {v.eps_clip} and --eps-clip-high {v.eps_clip_high} hardly ever clip with "
-            "--advantage-estimator gspo, whose ratio is a geometric mean over a sequence; its paper has 3e-4 and 4e-4"
+            f"--advantage-estimator {v.estimator.name}, whose ratio is a geometric mean over a sequence; its paper has "
+            "3e-4 and 4e-4"
         )
     if v.skip_actor_forward_only:
         for flag in _given(v, "eps_clip", "eps_clip_c"):

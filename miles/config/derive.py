@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from miles.config.algorithm import WHITENED_ESTIMATORS
 from miles.config.paths import absolute
 from miles.config.run_config import SECTIONS
 from miles.config.section import Derived, derivations_of, derives
@@ -52,15 +51,14 @@ def _reference(v: Values) -> Iterator[Derived]:
 @derives("normalize_advantages")
 def _whitening(v: Values) -> Iterator[Derived]:
     if v.normalize_advantages is None and v.learns_from_samples:
-        whitened = v.advantage_estimator in WHITENED_ESTIMATORS
-        yield "normalize_advantages", whitened, f"--advantage-estimator {v.advantage_estimator}"
+        yield "normalize_advantages", v.estimator.whitens, f"--advantage-estimator {v.estimator.name}"
 
 
 @derives("constant_loss_length")
 def _constant_length(v: Values) -> Iterator[Derived]:
-    if v.constant_loss_length is None and v.advantage_estimator == "dr_grpo" and v.learns_from_samples:
+    if v.constant_loss_length is None and v.estimator.constant_length and v.learns_from_samples:
         if v.rollout_max_response_len is not None:
-            reason = "--advantage-estimator dr_grpo: --rollout-max-response-len"
+            reason = f"--advantage-estimator {v.estimator.name}: --rollout-max-response-len"
             yield "constant_loss_length", v.rollout_max_response_len, reason
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from miles.training.advantages import ESTIMATORS, Estimator
+
 
 @dataclass(frozen=True)
 class ParallelSizes:
@@ -110,7 +112,12 @@ class Layout:
     def use_critic(self) -> bool:
         """Whether a critic is trained beside the actor: not in a run that only evaluates, with --num-rollout 0."""
         trains = self.needs_trainer and self.learns_from_samples and self.num_rollout != 0
-        return trains and self.advantage_estimator == "ppo"
+        return trains and self.estimator.critic
+
+    @property
+    def estimator(self) -> Estimator:
+        """The record of --advantage-estimator."""
+        return ESTIMATORS[self.advantage_estimator]
 
     @property
     def needs_reference(self) -> bool:

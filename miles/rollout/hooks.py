@@ -26,7 +26,7 @@ from miles.rollout.hook_results import (
     samples_in,
 )
 from miles.rollout.train_data import batch_from
-from miles.training.advantages import counted_rewards, shape_rewards
+from miles.training.advantages.groups import counted_rewards, shape_rewards
 from miles.training.batch import TrainBatch
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import load_data_postprocess
@@ -290,11 +290,11 @@ def shaped_rewards(
     if hooks.reward_post_process is None:
         raw = counted_rewards(samples)
         shaped = shape_rewards(
-            # That estimator leaves rewards as they are.
-            "reinforce_plus_plus" if config.disable_rewards_normalization else config.advantage_estimator,
+            config.estimator,
             raw,
             [sample.group_index for sample in samples],
             [sample.trajectory for sample in samples],
+            compare=not config.disable_rewards_normalization,
             std=not config.disable_grpo_std_normalization,
         )
         return raw, shaped.tolist()

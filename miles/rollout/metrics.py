@@ -12,7 +12,7 @@ import numpy as np
 from miles.rollout.equal_rewards import all_same, rounded, same_reward
 from miles.rollout.pass_at_k import mean_pass_at_k
 from miles.rollout.sessions.tool_calls import tool_metrics
-from miles.training.advantages import counted_rewards
+from miles.training.advantages.groups import counted_rewards
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 

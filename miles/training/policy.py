@@ -8,11 +8,12 @@ mean (`PackedBatch.metric_weight_N`), but for extremes: names that end in `_max`
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 
 from miles.config import RunConfig
+from miles.training.advantages import LossForm
 from miles.training.corrections import (
     RejectionSettings,
     TisSettings,
@@ -48,7 +49,7 @@ class PolicySettings:
     """All that the policy loss reads of a configuration.
 
     Args:
-        form: the clipped loss of each token's ratio, of its sequence's (`gspo`), or `cispo`.
+        form: that of the estimator: `clip_loss` of each token's ratio or of its sequence's, or `cispo_loss`.
         eps_clip, eps_clip_high, eps_clip_c: see `clip_loss`.
         entropy_coef: weight of the entropy.
         use_kl_loss, kl_loss_coef, kl_loss_type, use_unbiased_kl: the KL term, its weight, its estimator
@@ -61,7 +62,7 @@ class PolicySettings:
         rejection: rejection sampling; None: none.
     """
 
-    form: Literal["clip", "gspo", "cispo"] = "clip"
+    form: LossForm = "clip"
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
@@ -79,7 +80,6 @@ class PolicySettings:
     @classmethod
     def of(cls, config: RunConfig) -> "PolicySettings":
         """The settings of a complete configuration; ValueError if its custom function can't be used."""
-        form = config.advantage_estimator if config.advantage_estimator in ("gspo", "cispo") else "clip"
         old = "engine" if config.use_rollout_logprobs else "current" if config.skip_actor_forward_only else "trainer"
         tis = TisSettings(config.tis_level, config.tis_mode, config.tis_clip_low, config.tis_clip)
         rejection = RejectionSettings(
@@ -87,7 +87,7 @@ class PolicySettings:
         )
         path = config.custom_tis_function_path
         return cls(
-            form=form,
+            form=config.estimator.loss,
             eps_clip=config.eps_clip,
             eps_clip_high=config.eps_clip_high,
             eps_clip_c=config.eps_clip_c,
@@ -251,11 +251,16 @@ def _policy_term(
     sums: SampleSums,
 ) -> PolicyTerm:
     bounds = {"eps_clip": settings.eps_clip, "eps_clip_high": settings.eps_clip_high}
-    if settings.form == "cispo":
-        return cispo_loss(log_probs_N, log_ratio_N, adv_N, **bounds)
-    if settings.form == "gspo":
-        log_ratio_N = sequence_log_ratio(log_ratio_N, sums)
-    return clip_loss(log_ratio_N, adv_N, **bounds, eps_clip_c=settings.eps_clip_c)
+    match settings.form:
+        case "clip":
+            return clip_loss(log_ratio_N, adv_N, **bounds, eps_clip_c=settings.eps_clip_c)
+        case "sequence_clip":
+            log_ratio_N = sequence_log_ratio(log_ratio_N, sums)
+            return clip_loss(log_ratio_N, adv_N, **bounds, eps_clip_c=settings.eps_clip_c)
+        case "clipped_weight":
+            return cispo_loss(log_probs_N, log_ratio_N, adv_N, **bounds)
+        case _:
+            assert_never(settings.form)
 
 
 def _corrections(

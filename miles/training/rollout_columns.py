@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from miles.config import RunConfig
-from miles.training.advantages import Advantages, Responses, compute_advantages, whiten
+from miles.training.advantages import AdvantageInputs, Advantages
+from miles.training.advantages.estimator import compute_advantages
+from miles.training.advantages.responses import Responses
+from miles.training.advantages.whitening import whiten
 from miles.training.batch import TrainBatch
 from miles.training.losses import kl_estimate
 
@@ -26,8 +29,7 @@ def advantages_of(config: RunConfig, batch: TrainBatch, columns: Columns) -> Adv
     kl = None
     if config.kl_coef:
         kl = kl_estimate(_policy_log_probs(batch, columns), columns["ref_log_probs"], config.kl_loss_type)
-    return compute_advantages(
-        config.advantage_estimator,
+    inputs = AdvantageInputs(
         # Copies: what comes out of Ray's store is not writable.
         Responses(torch.tensor(batch.response_offsets), trainable(batch)),
         torch.tensor(batch["rewards"]),
@@ -37,6 +39,7 @@ def advantages_of(config: RunConfig, batch: TrainBatch, columns: Columns) -> Adv
         gamma=config.gamma,
         lambd=config.lambd,
     )
+    return compute_advantages(config.estimator, inputs)
 
 
 def trained_columns(

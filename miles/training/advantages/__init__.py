@@ -1,15 +1,27 @@
-"""From rewards to the advantage of each token, one file an algorithm: pure functions of tensors."""
+"""From rewards to the advantage of each token: one file an estimator, with its formulas and its record.
 
-from miles.training.advantages.estimators import Advantages, compute_advantages, shape_rewards
-from miles.training.advantages.groups import counted_rewards
-from miles.training.advantages.responses import Responses
-from miles.training.advantages.whitening import whiten
+Only `groups` imports numpy, and `responses` and `whitening` torch: the configuration reads the records.
+"""
 
-__all__ = [
-    "Advantages",
-    "Responses",
-    "compute_advantages",
-    "counted_rewards",
-    "shape_rewards",
-    "whiten",
-]
+from collections.abc import Callable
+
+from miles.training.advantages.cispo import CISPO
+from miles.training.advantages.dr_grpo import DR_GRPO
+from miles.training.advantages.estimator import AdvantageInputs, Advantages, Estimator, LossForm
+from miles.training.advantages.grpo import GRPO
+from miles.training.advantages.gspo import GSPO
+from miles.training.advantages.ppo import PPO
+from miles.training.advantages.reinforce_plus_plus import REINFORCE_PLUS_PLUS
+from miles.training.advantages.reinforce_plus_plus_baseline import REINFORCE_PLUS_PLUS_BASELINE
+from miles.training.advantages.rloo import RLOO
+
+__all__ = ["ESTIMATORS", "AdvantageInputs", "Advantages", "Estimator", "LossForm", "estimators_where"]
+
+# In the order in which people read them. The first is the default.
+_RECORDS = (GRPO, GSPO, CISPO, RLOO, DR_GRPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, PPO)
+ESTIMATORS: dict[str, Estimator] = {estimator.name: estimator for estimator in _RECORDS}
+
+
+def estimators_where(holds: Callable[[Estimator], bool], between: str = " and ") -> str:
+    """The names of the estimators of which something holds, for a sentence."""
+    return between.join(estimator.name for estimator in ESTIMATORS.values() if holds(estimator))

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles.training.advantages.estimator import Estimator
 from miles.utils.errors import UserError
+from miles.utils.types import Sample
 
-if TYPE_CHECKING:
-    from miles.utils.types import Sample
+# Added to a standard deviation that something is divided by.
+EPSILON = 1e-6
 
 
-def counted_rewards(samples: Sequence["Sample"]) -> list[float | None]:
+def counted_rewards(samples: Sequence[Sample]) -> list[float | None]:
     """The reward of each sample, None if it abstained or is removed: what `shape_rewards` takes."""
     return [None if sample.remove_sample else sample.reward for sample in samples]
 
@@ -46,6 +47,11 @@ class Groups:
         np.minimum.at(lowest, self.group_M, self.rewards_M)
         np.maximum.at(highest, self.group_M, self.rewards_M)
         return np.where((lowest == highest)[self.group_M], 0.0, self.rewards_M - self.mean(self.rewards_M))
+
+    def deviations(self) -> np.ndarray:
+        """The standard deviation of each member's group, its squares divided by n - 1; 0 for one: float64 [M]."""
+        squares_M = np.bincount(self.group_M, self.centred() ** 2)[self.group_M]
+        return np.sqrt(squares_M / np.maximum(self.sizes_M - 1, 1))
 
 
 @dataclass(frozen=True)
@@ -99,3 +105,39 @@ def members_of(rewards: Sequence[float | None], group_indices: Sequence[int], ro
     member_S = np.full(len(rewards), -1, dtype=np.int64)
     member_S[counts_S] = member
     return Members(Groups(values[first], group_M), member_S)
+
+
+def shape_rewards(
+    estimator: Estimator,
+    rewards: Sequence[float | None],
+    group_indices: Sequence[int],
+    rollout_ids: Sequence[int],
+    *,
+    compare: bool = True,
+    std: bool = True,
+) -> np.ndarray:
+    """What an estimator makes of the rewards before tokens come in: float32 [S].
+
+    Samples with the same `rollout_id` are pieces of one trajectory: they count once in their group, and each gets the
+    same result. A reward of None is no member of its group and comes out as 0.
+
+    Args:
+        estimator: that of the run.
+        rewards: one a sample; None abstains.
+        group_indices: the group of each sample, in any order, in groups of any size.
+        rollout_ids: the rollout of each sample.
+        compare: compare rewards within their groups, in the estimators that do; else rewards stay as they are.
+        std: divide by the group's standard deviation, in the estimators that do.
+
+    Raises:
+        ValueError: counts that differ, a reward that is not finite, or pieces of one rollout with different rewards or
+            groups.
+    """
+    members = members_of(rewards, group_indices, rollout_ids)
+    groups = members.groups
+    if estimator.compare is None or not compare:
+        return members.spread(groups.rewards_M)
+    shaped_M = estimator.compare(groups)
+    if estimator.divides_by_std and std:
+        shaped_M = shaped_M / (groups.deviations() + EPSILON)
+    return members.spread(shaped_M)

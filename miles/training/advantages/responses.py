@@ -48,6 +48,14 @@ class Responses:
         assert x_S.shape == (len(self.offsets) - 1,), f"{tuple(x_S.shape)} values for {len(self.offsets) - 1} samples"
         return x_S.double()[self.sample_m]
 
+    def at_last(self, x_S: Tensor) -> Tensor:
+        """The value of its sample at the last trainable token, 0 at the others, in float64: [S] to [m]."""
+        return torch.where(self.left_m == 1, self.spread(x_S), 0.0)
+
+    def following(self, x_m: Tensor) -> Tensor:
+        """What stands at its sample's next trainable token, 0 after the last: [m] to [m]."""
+        return torch.where(self.left_m == 1, 0.0, x_m.roll(-1))
+
     def place(self, x_m: Tensor) -> Tensor:
         """Values of trainable tokens where they belong, 0 at all others, in float32: [m] to [n]."""
         x_n = torch.zeros(len(self.mask))

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from miles.config import algorithm
 from miles.config.algorithm_rules import ALGORITHM_RULES
 from miles.config.resolve import ConfigError, resolve
-from miles.config.run_config import RunConfig
 
 PPO, TIS, RS = {"advantage_estimator": "ppo"}, {"use_tis": ""}, {"use_rs": ""}
 REINFORCE = {"advantage_estimator": "reinforce_plus_plus"}
@@ -222,12 +220,6 @@ WARNINGS = [
 def test_warned(argv, changes, expected):
     (warning,) = resolve(argv(**changes)).warnings
     assert expected in warning
-
-
-def test_estimators_have_their_names():
-    (names,) = [RunConfig.model_fields["advantage_estimator"].annotation.__args__]
-    for group in (algorithm.GROUP_ESTIMATORS, algorithm.STD_ESTIMATORS, algorithm.WHITENED_ESTIMATORS):
-        assert set(group) < set(names)
 
 
 def test_nothing_of_the_algorithm_is_derived_for_supervised_steps(argv):

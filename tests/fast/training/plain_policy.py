@@ -30,10 +30,10 @@ class PlainSample:
 
     def _term(self, t, settings, log_ratios, mismatches):
         advantage = self.advantages[t]
-        log_ratio = sum(log_ratios) / self.length if settings.form == "gspo" else log_ratios[t]
+        log_ratio = sum(log_ratios) / self.length if settings.form == "sequence_clip" else log_ratios[t]
         ratio = bounded(log_ratio)
         held = min(max(ratio, 1 - settings.eps_clip), 1 + settings.eps_clip_high)
-        if settings.form == "cispo":
+        if settings.form == "clipped_weight":
             loss, clipped = -held * advantage * self.current[t], held != ratio
         else:
             loss, clipped = max(-ratio * advantage, -held * advantage), -held * advantage > -ratio * advantage

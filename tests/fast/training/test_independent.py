@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from miles.training.advantages import Responses, compute_advantages, shape_rewards, whiten
+from miles.training.advantages import ESTIMATORS, AdvantageInputs
+from miles.training.advantages.estimator import compute_advantages
+from miles.training.advantages.groups import shape_rewards
+from miles.training.advantages.responses import Responses
+from miles.training.advantages.whitening import whiten
 from miles.training.corrections import RejectionSettings, TisSettings, importance_weights, rejected
 from miles.training.losses import kl_estimate, value_loss, weighted_sum
 from miles.training.policy import PolicySettings, compute_policy_loss
@@ -24,7 +28,7 @@ GROUPS = [3, 1, 3, 1, 3, 1, 1, 3]
 BOUNDS = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 VERL_BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 TRL_BOUNDS = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-GSPO = {"form": "gspo", "eps_clip": 0.03, "eps_clip_high": 0.04}
+GSPO = {"form": "sequence_clip", "eps_clip": 0.03, "eps_clip_high": 0.04}
 NEVER = 1e9  # verl's dual clip can't be turned off
 
 
@@ -91,7 +95,7 @@ FORMS = [
     ("vanilla", BOUNDS, VERL_BOUNDS | {"clip_ratio_c": NEVER}),
     ("vanilla", BOUNDS | {"eps_clip_c": 1.5}, VERL_BOUNDS | {"clip_ratio_c": 1.5}),
     ("gspo", GSPO, {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
-    ("cispo", {"form": "cispo"} | BOUNDS, VERL_BOUNDS),
+    ("cispo", {"form": "clipped_weight"} | BOUNDS, VERL_BOUNDS),
 ]
 
 
@@ -110,7 +114,10 @@ def test_policy_losses_and_their_gradients_are_verls(form, aggregation):
         (BOUNDS | {"eps_clip_c": 1.5}, TRL_BOUNDS | {"delta": 1.5}),
         (GSPO, {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04}),
         # TRL's bound of CISPO is the ratio itself, and it has no lower one.
-        ({"form": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.28}, {"epsilon_high": 1.28, "loss_type": "cispo"}),
+        (
+            {"form": "clipped_weight", "eps_clip": 1.0, "eps_clip_high": 0.28},
+            {"epsilon_high": 1.28, "loss_type": "cispo"},
+        ),
         (BOUNDS | {"opsm_delta": 0.05}, TRL_BOUNDS | {"off_policy_mask_threshold": 0.05}),
         (BOUNDS | {"entropy_coef": 0.3}, TRL_BOUNDS | {"entropy_coef": 0.3}),
         (BOUNDS | {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}, TRL_BOUNDS | {"beta": 0.2}),
@@ -221,10 +228,10 @@ def responses_of(mask: torch.Tensor) -> Responses:
 
 def advantages_of(estimator: str, mask: torch.Tensor, std: bool = True, kl=None, kl_coef=0.0, **how) -> torch.Tensor:
     """Miles' advantages, and returns or None, [S, T]."""
-    rewards = torch.from_numpy(shape_rewards(estimator, REWARDS, GROUPS, range(S), std=std))
-    how = {"gamma": 1.0, "lambd": 1.0, "values": None} | how
+    rewards = torch.from_numpy(shape_rewards(ESTIMATORS[estimator], REWARDS, GROUPS, range(S), std=std))
     kl = None if kl is None else kl.flatten()
-    result = compute_advantages(estimator, responses_of(mask), rewards, kl=kl, kl_coef=kl_coef, **how)
+    inputs = AdvantageInputs(responses_of(mask), rewards, kl=kl, kl_coef=kl_coef, **how)
+    result = compute_advantages(ESTIMATORS[estimator], inputs)
     return result.advantages.view(S, T), None if result.returns is None else result.returns.view(S, T)
 
 

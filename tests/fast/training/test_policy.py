@@ -70,12 +70,12 @@ def plain(settings, mean="sample", current=CURRENT):
 
 @pytest.mark.parametrize("mean", ["sample", "token"])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("form", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("form", ["clip", "sequence_clip", "clipped_weight"])
 def test_two_samples_of_four_tokens(form, correction, mean):
     settings = PolicySettings(
         form=form,
-        eps_clip=0.05 if form == "gspo" else 0.2,
-        eps_clip_high=0.08 if form == "gspo" else 0.28,
+        eps_clip=0.05 if form == "sequence_clip" else 0.2,
+        eps_clip_high=0.08 if form == "sequence_clip" else 0.28,
         entropy_coef=0.01,
         use_kl_loss=True,
         kl_loss_coef=0.1,
@@ -94,7 +94,7 @@ def test_two_samples_of_four_tokens(form, correction, mean):
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("form", ["clip", "gspo"])
+@pytest.mark.parametrize("form", ["clip", "sequence_clip"])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_gradient_against_finite_differences(form, correction, unbiased):
     """Of the plain loss in float64. cispo's is none of its value's; see test_cispo.py."""
@@ -179,7 +179,7 @@ def test_gspo_has_one_gradient_a_sequence():
     masks, advantages = [[1, 0, 1, 1], [1, 1, 0, 1]], [[1.0] * 4, [-2.0] * 4]
     packed = two_by_four(masks)
     packed.columns["advantages"] = torch.tensor(advantages).flatten()
-    settings = PolicySettings(form="gspo", eps_clip=0.5, eps_clip_high=0.5)
+    settings = PolicySettings(form="sequence_clip", eps_clip=0.5, eps_clip_high=0.5)
     _, metrics, gradient = policy_loss(packed, settings)
     first, second = math.exp((0.1 - 0.4 + 0.4) / 3), math.exp((-0.6 + 0.2 + 0.2) / 3)
     expected = [[-first / 6, 0, -first / 6, -first / 6], [2 * second / 6, 2 * second / 6, 0, 2 * second / 6]]
@@ -204,12 +204,12 @@ BAD = [math.nan, math.inf, -math.inf]
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("masks", [[[1, 0, 1, 0], [0, 1, 1, 0]], [[0, 0, 0, 0], [1, 1, 1, 0]], [[0] * 4, [0] * 4]])
-@pytest.mark.parametrize("form", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("form", ["clip", "sequence_clip", "clipped_weight"])
 def test_nothing_at_a_masked_place_is_read(form, masks, bad):
     """Loss, metrics and gradients are those of any other numbers there, to the bit."""
     settings = PolicySettings(
         form=form,
-        eps_clip_c=None if form == "cispo" else 3.0,
+        eps_clip_c=None if form == "clipped_weight" else 3.0,
         entropy_coef=0.1,
         use_kl_loss=True,
         kl_loss_coef=0.1,
@@ -250,7 +250,7 @@ def test_nothing_at_a_masked_place_is_read(form, masks, bad):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("form", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("form", ["clip", "sequence_clip", "clipped_weight"])
 def test_ratios_of_e_to_the_200(form, sign):
     packed = two_by_four()
     packed.columns["rollout_log_probs"] = torch.tensor(OLD).flatten() + 200 * sign
@@ -319,8 +319,8 @@ def test_sft_loss():
 CUT_MASKS = [[1, 0, 1, 1, 1], [1], [0, 0, 0], [1, 1, 0, 1, 1, 1, 1], [0, 1], [1, 1, 1], [1] * 12, [0, 0, 0, 1]]
 SETTINGS = {
     "clip": PolicySettings(eps_clip_high=0.28, entropy_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1),
-    "gspo": PolicySettings(form="gspo", opsm_delta=0.01, tis=TisSettings("sequence", "mask", 0.1, 3.0)),
-    "cispo": PolicySettings(form="cispo", rejection=RejectionSettings("geometric", 0.5, 2.0, 0.2)),
+    "gspo": PolicySettings(form="sequence_clip", opsm_delta=0.01, tis=TisSettings("sequence", "mask", 0.1, 3.0)),
+    "cispo": PolicySettings(form="clipped_weight", rejection=RejectionSettings("geometric", 0.5, 2.0, 0.2)),
     "supervised": None,
 }
 

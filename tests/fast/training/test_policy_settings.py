@@ -92,7 +92,7 @@ def test_every_field():
         rs_veto_threshold=0.001,
     )
     assert PolicySettings.of(config) == PolicySettings(
-        form="gspo",
+        form="sequence_clip",
         eps_clip=0.1,
         eps_clip_high=0.3,
         eps_clip_c=5.0,
@@ -110,7 +110,14 @@ def test_every_field():
 
 @pytest.mark.parametrize(
     "estimator, form",
-    [("grpo", "clip"), ("cispo", "cispo"), ("ppo", "clip"), ("rloo", "clip"), ("reinforce_plus_plus", "clip")],
+    [
+        ("grpo", "clip"),
+        ("cispo", "clipped_weight"),
+        ("gspo", "sequence_clip"),
+        ("ppo", "clip"),
+        ("rloo", "clip"),
+        ("reinforce_plus_plus", "clip"),
+    ],
 )
 def test_form(estimator, form):
     assert PolicySettings.of(config_of(advantage_estimator=estimator)).form == form
@@ -190,7 +197,7 @@ def test_custom_weights_of_masked_tokens_are_not_read(own):
     """0 / 0 there would reach every token of the sequence through GSPO's ratio."""
     custom_tis = PolicySettings.of(config_of(custom_tis_function_path=f"{own}.undefined_at_masked_tokens")).custom_tis
     packed, gradients = whole_step(MASKS, **columns()), []
-    for settings in (PolicySettings(form="gspo"), PolicySettings(form="gspo", custom_tis=custom_tis)):
+    for settings in (PolicySettings(form="sequence_clip"), PolicySettings(form="sequence_clip", custom_tis=custom_tis)):
         log_probs_N = (packed.columns["old_log_probs"] + 0.01).requires_grad_()
         loss, _ = compute_policy_loss(log_probs_N, torch.zeros(8), packed, settings, None)
         loss.backward()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles.training.advantages import ESTIMATORS
 from miles.training.batch import TrainBatch, offsets_of
 from miles.training.rollout_columns import advantages_of, masked_means, trained_columns
 
@@ -28,7 +29,8 @@ def config(**changes):
         "opd_kl_coef": 1.0,
         "normalize_advantages": False,
     }
-    return SimpleNamespace(**fields | changes)
+    fields |= changes
+    return SimpleNamespace(**fields, estimator=ESTIMATORS[fields["advantage_estimator"]])
 
 
 @pytest.fixture

@@ -47,10 +47,12 @@ def test_small_numbers_beside_large_ones():
 # The last sample has one token, which is one rank's; the one before it is all masked.
 SPLIT_MASKS = [[1, 0, 1, 1, 1, 0, 1, 1, 1], [1, 1, 1, 0, 1], [0] * 6, [1]]
 SETTINGS = {
-    "gspo": PolicySettings(form="gspo", use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True, entropy_coef=0.1),
+    "gspo": PolicySettings(
+        form="sequence_clip", use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True, entropy_coef=0.1
+    ),
     "opsm": PolicySettings(opsm_delta=0.01),
-    "tis": PolicySettings(form="gspo", tis=TisSettings("sequence", "truncate", 0.2, 3.0)),
-    "icepop": PolicySettings(form="cispo", tis=TisSettings("geometric", "mask", 0.8, 1.2)),
+    "tis": PolicySettings(form="sequence_clip", tis=TisSettings("sequence", "truncate", 0.2, 3.0)),
+    "icepop": PolicySettings(form="clipped_weight", tis=TisSettings("geometric", "mask", 0.8, 1.2)),
     "rejection": PolicySettings(rejection=RejectionSettings("geometric", 0.8, 1.2, 0.5)),
 }
 

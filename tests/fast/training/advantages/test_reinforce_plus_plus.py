@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.training.advantages import Responses, compute_advantages
+from miles.training.advantages import ESTIMATORS, AdvantageInputs
+from miles.training.advantages.estimator import compute_advantages
+from miles.training.advantages.responses import Responses
 
 NAN, INF = math.nan, math.inf
 # Two samples of four tokens; the second token of a mask's hole and the last token hold what must not be read.
@@ -15,9 +17,8 @@ KL = torch.tensor([1.0, 2.0, NAN, 3.0, INF, 4.0, 0.0, NAN])
 
 
 def compute(responses, rewards, kl, kl_coef, gamma=1.0, estimator="reinforce_plus_plus"):
-    advantages, returns = compute_advantages(
-        estimator, responses, rewards, kl=kl, kl_coef=kl_coef, values=None, gamma=gamma, lambd=0.3
-    )
+    inputs = AdvantageInputs(responses, rewards, kl=kl, kl_coef=kl_coef, gamma=gamma, lambd=0.3)
+    advantages, returns = compute_advantages(ESTIMATORS[estimator], inputs)
     assert returns is None and advantages.dtype == torch.float32 and advantages.shape == responses.mask.shape
     return advantages
 

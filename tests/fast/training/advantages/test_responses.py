@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from miles.training.advantages import Responses
+from miles.training.advantages.responses import Responses
 
 OFFSETS = torch.tensor([0, 4, 4, 8, 10])
 MASK = torch.tensor([True, True, False, True, False, True, True, False, False, False])
@@ -15,6 +15,13 @@ def test_trainable_tokens_of_a_sample_in_order():
     assert responses.sample_m.tolist() == [0, 0, 0, 2, 2]
     assert responses.left_m.tolist() == [3, 2, 1, 2, 1]
     assert responses.spread(torch.tensor([1.0, math.nan, 2.0, math.nan])).tolist() == [1, 1, 1, 2, 2]
+
+
+def test_the_last_token_and_the_following_one():
+    responses = Responses(OFFSETS, MASK)
+    last = responses.at_last(torch.tensor([1.0, math.nan, 2.0, math.nan]))
+    assert last.dtype == torch.float64 and last.tolist() == [0, 0, 1, 0, 2]
+    assert responses.following(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [2, 3, 0, 5, 0]
 
 
 def test_select_reads_and_place_writes_only_trainable_tokens():

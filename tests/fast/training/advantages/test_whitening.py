@@ -4,7 +4,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from miles.training.advantages import whiten
+from miles.training.advantages.whitening import whiten
 
 
 class Calls(list):

@@ -6,7 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.training.advantages import Responses, compute_advantages
+from miles.training.advantages import AdvantageInputs
+from miles.training.advantages.estimator import compute_advantages
+from miles.training.advantages.ppo import PPO
+from miles.training.advantages.responses import Responses
 
 NAN, INF = math.nan, math.inf
 RESPONSES = Responses(torch.tensor([0, 4, 8]), torch.tensor([1, 1, 0, 1, 0, 1, 1, 0], dtype=torch.bool))
@@ -15,9 +18,8 @@ VALUES = torch.tensor([0.5, 1.0, NAN, 2.0, INF, 2.0, 4.0, NAN])
 
 
 def compute(responses, rewards, values, gamma, lambd):
-    result = compute_advantages(
-        "ppo", responses, rewards, kl=None, kl_coef=0.0, values=values, gamma=gamma, lambd=lambd
-    )
+    inputs = AdvantageInputs(responses, rewards, values=values, gamma=gamma, lambd=lambd)
+    result = compute_advantages(PPO, inputs)
     for column in result:
         assert column.dtype == torch.float32 and column.shape == responses.mask.shape
     return result
