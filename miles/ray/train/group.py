@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import ray
 
+from miles.backends.megatron_utils.launch import MEGATRON
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.failures import Failure, cause
@@ -31,17 +32,17 @@ class TrainGroup:
         nodes: the machine of every rank.
     """
 
-    rank_class = "miles.backends.megatron_utils.actor.MegatronTrainRayActor"
+    launch = MEGATRON
     name = "trainer"
 
     def __init__(self, config: RunConfig, rank_options: list[dict], nodes: list[str]):
         self.config = config
         self.who = [f"{self.name} rank {rank} on {node}" for rank, node in enumerate(nodes)]
-        # A worker process of its own, so that Megatron's environment is set before torch is imported.
-        environment = {"env_vars": _environment(config)}
+        # A worker process of its own, so that its environment is set before torch is imported.
+        environment = {"env_vars": self.launch.environment(config)}
         self.ranks = [
             ActorClient(
-                self.rank_class,
+                self._rank_class,
                 config,
                 rank,
                 len(rank_options),
@@ -49,6 +50,10 @@ class TrainGroup:
             )
             for rank, options in enumerate(rank_options)
         ]
+
+    @property
+    def _rank_class(self) -> str:
+        return self.launch.actor
 
     async def _all(self, method: str, *args, per_rank: list[tuple] | None = None) -> list:
         """Call `method` on every rank with `args`, and then those of its own."""
@@ -116,11 +121,9 @@ class TrainGroup:
         return _merged(await self._all("train", rollout_id, per_rank=per_rank))
 
     def _shards_of_ranks(self, shards: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        ranks_of_shard = self.config.tensor_model_parallel_size * self.config.context_parallel_size
-        dp_size = self.config.data_parallel_size
-        assert len(shards) == dp_size, f"{len(shards)} shards for {dp_size} data-parallel ranks"
-        # Megatron's rank order is tensor, context, data, pipeline.
-        return [shards[rank // ranks_of_shard % dp_size] for rank in range(len(self.ranks))]
+        numbers = [self.launch.shard_of_rank(self.config, rank) for rank in range(len(self.ranks))]
+        assert set(numbers) == set(range(len(shards))), f"{len(shards)} shards for the ranks' {sorted(set(numbers))}"
+        return [shards[number] for number in numbers]
 
     async def save(self, rollout_id: int) -> None:
         """Write this rank's part of the checkpoint of `rollout_id` (the marker is the caller's)."""
@@ -154,11 +157,14 @@ class TrainGroup:
 class CriticGroup(TrainGroup):
     """The critic's ranks, in the actor's layout. Arguments as for TrainGroup."""
 
-    rank_class = "miles.backends.megatron_utils.critic.MegatronCriticRayActor"
     name = "critic"
 
     def __init__(self, config: RunConfig, rank_options: list[dict], nodes: list[str]):
         super().__init__(critic_config(config), rank_options, nodes)
+
+    @property
+    def _rank_class(self) -> str:
+        return self.launch.critic
 
     async def train(
         self, rollout_id: int, shards: list[ray.ObjectRef]
@@ -214,15 +220,3 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
         assert not merged.keys() & result.keys(), f"two ranks report {merged.keys() & result.keys()}"
         merged.update(result)
     return merged
-
-
-def _environment(config: RunConfig) -> dict[str, str]:
-    if config.device == "cuda":
-        # Megatron needs it for overlapping communication with computation on one queue.
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        if config.num_engines > config.num_colocated_engines:
-            # As SGLang sets it in engines: the two ends of a broadcast must share memory in the same way.
-            environment["NCCL_CUMEM_ENABLE"] = "0"
-        return environment
-    # Compiling costs minutes on a laptop and buys nothing for small tensors.
-    return {"TORCH_COMPILE_DISABLE": "1"}

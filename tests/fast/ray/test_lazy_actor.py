@@ -5,6 +5,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from miles.backends.trainer.launch import Launch
 from miles.config import RunConfig
 from miles.ray.cluster import speaks_grpc
 from miles.ray.failure import inside
@@ -186,8 +187,9 @@ def test_an_error_of_the_constructor_keeps_its_type(options, concurrent, start_a
 
 def test_a_rank_that_is_killed_ends_the_call_and_the_ranks_that_wait_for_it(options, monkeypatch):
     monkeypatch.setattr(group, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(group.TrainGroup, "rank_class", "lazy_example.Rank")
-    monkeypatch.setattr(group, "_environment", lambda config: options["runtime_env"]["env_vars"])
+    variables = options["runtime_env"]["env_vars"]
+    launch = Launch("lazy_example.Rank", "no critic", lambda config: variables, lambda config, rank: rank)
+    monkeypatch.setattr(group.TrainGroup, "launch", launch)
     trainer = group.TrainGroup(RunConfig.model_construct(), [{"num_cpus": 0}] * 2, ["one", "two"])
 
     async def go():
