@@ -76,13 +76,13 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     """Build the trainer, take a step, and let it sleep and wake; seconds and bytes of each cycle."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    from miles.backends.megatron_utils.initialize import build_process_groups, initialize, timeout
-    from miles.backends.megatron_utils.model import build_model, build_train_state
+    from miles.backends.megatron_utils.initialize import build_process_groups, initialize
     from miles.backends.megatron_utils.process_groups import SubGroups
     from miles.backends.megatron_utils.residency import build_residency
-    from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.backends.megatron_utils.trained_model import MegatronModel
+    from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
+    from miles.backends.trainer.world import timeout
     from miles.hf.config import load_hf_config
     from miles.residency.plan import Party, Region
     from miles.training.rollout_columns import trained_columns
@@ -92,11 +92,11 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     from scripts.loss_trace import made_up_shard
 
     def step() -> float:
-        trainer = ShardTrainer(config, hf_config.vocab_size)
-        shard = made_up_shard(config, hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-        columns = {"old_log_probs": trainer.log_probs(state.chunks, shard)}
+        trainer = ShardTrainer(trained, policy_loss(trained))
+        shard = made_up_shard(config, hf_config.vocab_size, trained.grid.dp_rank)
+        columns = {"old_log_probs": trainer.log_probs(shard)}
         columns |= trained_columns(config, shard.batch, columns, lambda _: None)
-        return trainer.train(state, shard, columns)[-1]["train/loss"]
+        return trainer.train(shard, columns)[-1]["train/loss"]
 
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint_config(Path(name), size)
@@ -108,15 +108,15 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
         config = parse_args([*base.split(), *batch.split(), *files, *flags])
         hf_config = load_hf_config(name)
     initialize(config, 0, 1, f"127.0.0.1:{free_ports(1, '127.0.0.1')[0]}")
-    chunks = build_model(config, hf_config)
-    (model,) = chunks
+    trained = MegatronModel(config, hf_config)
+    (model,) = trained.chunks
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    state = build_train_state(config, chunks, 100)
+    trained.build_optimizer(config, 100)
     agreement = Agreement(dist.new_group(backend="gloo", timeout=timeout(config)))
     groups = SubGroups(functools.partial(build_process_groups, config), agreement)
-    residency = build_residency(config, 0, state, groups, Party.ACTOR)
+    residency = build_residency(config, 0, trained.state, groups, Party.ACTOR)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if with_step:
         step()

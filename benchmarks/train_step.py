@@ -49,7 +49,7 @@ def sample_lengths(size: str) -> tuple[int, int]:
 
 def step_flops(size: str, tokens: int) -> float:
     """Floating-point operations that a step must do, forward and backward."""
-    from miles.hf.flops import checkpoint_flops
+    from miles.training.flops import checkpoint_flops
 
     length, prompt = sample_lengths(size)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,8 +63,8 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     import torch
 
     from miles.backends.megatron_utils.initialize import initialize
-    from miles.backends.megatron_utils.model import build_model, build_train_state
-    from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.backends.megatron_utils.trained_model import MegatronModel
+    from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
     from miles.hf.config import load_hf_config
     from miles.training.batch import TrainBatch
     from miles.training.rollout_columns import trained_columns
@@ -88,11 +88,12 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
         hf_config = load_hf_config(name)
     initialize(config, 0, 1, f"127.0.0.1:{free_ports(1, '127.0.0.1')[0]}")
     torch.manual_seed(0)
-    (model,) = chunks = build_model(config, hf_config)
+    trained = MegatronModel(config, hf_config)
+    (model,) = trained.chunks
     for parameter in model.parameters():
         # Norms at 1, so that activations have the size that they have in a real model.
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    state = build_train_state(config, chunks, 1000)
+    trained.build_optimizer(config, 1000)
 
     draw = torch.randint(0, hf_config.vocab_size, (samples, length)).tolist()
     rollout = [
@@ -109,12 +110,12 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     ]
     table = TrainBatch.from_samples(rollout, [1.0, -1.0] * (samples // 2))
     mine = shard(table, plan_for(config, table), 0)
-    trainer = ShardTrainer(config, hf_config.vocab_size)
+    trainer = ShardTrainer(trained, policy_loss(trained))
     columns = {"old_log_probs": torch.full((samples * (length - prompt),), -12.0)}
     columns |= trained_columns(config, mine.batch, columns, lambda _: None)
 
     def step() -> dict[str, float]:
-        (metrics,) = trainer.train(state, mine, columns)
+        (metrics,) = trainer.train(mine, columns)
         if device == "cuda":
             torch.cuda.synchronize()
         return metrics

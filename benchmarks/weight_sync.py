@@ -85,8 +85,9 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     import torch.distributed as dist
 
     from miles.backends.megatron_utils.families import family_for
-    from miles.backends.megatron_utils.initialize import initialize, timeout
+    from miles.backends.megatron_utils.initialize import initialize
     from miles.backends.megatron_utils.model import build_model, parallel_info
+    from miles.backends.trainer.world import timeout
     from miles.hf.config import load_hf_config
     from miles.utils.agreement import Agreement
     from miles.utils.network import free_ports

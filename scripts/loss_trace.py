@@ -91,15 +91,13 @@ def trace(rank: int, ranks: int, config: RunConfig, steps: int, port: int, resul
     """One rank: trains on the made-up rollout `steps` times; the reporting rank writes the trace."""
     if config.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    from megatron.core import parallel_state
-
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    mine = made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    values = [made_up_values(mine)] if config.use_critic and parallel_state.is_pipeline_last_stage() else []
+    mine = made_up_shard(config, actor.model.hf_config.vocab_size, actor.model.grid.dp_rank)
+    values = [made_up_values(mine)] if config.use_critic and actor.model.grid.is_last_stage else []
     lines = []
     for rollout_id in range(steps):
         # Without a weight sync, what stays for one leaves too.

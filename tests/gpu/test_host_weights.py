@@ -14,7 +14,7 @@ def resident_bytes() -> int:
 
 
 def test_pinned_memory_of_the_size_of_the_weights():
-    from miles.backends.megatron_utils.host_weights import HostWeights
+    from miles.backends.trainer.host_weights import HostWeights
 
     # 17 weights of 33 MB, a little above a power of two.
     model = torch.nn.ModuleList(
@@ -23,7 +23,7 @@ def test_pinned_memory_of_the_size_of_the_weights():
     exact = sum(weight.nbytes for weight in model.parameters())
     first = [weight.detach().clone() for weight in model.parameters()]
     before = resident_bytes()
-    kept = HostWeights([model], "a test")
+    kept = HostWeights(lambda: list(model.parameters()), "a test")
     taken = resident_bytes() - before
     print(f"{exact:,} bytes of weights took {taken:,} bytes of host memory")
     assert exact * 0.99 < taken < exact * 1.05

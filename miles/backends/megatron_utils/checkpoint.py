@@ -1,13 +1,10 @@
-"""Checkpoints of the trainer: model, optimizer, schedule and random state, in Megatron's resharding format.
-
-A rank writes into the folder of a checkpoint that is not finished yet; `miles.utils.checkpoint_folder` says what
-belongs there, and the driver declares it whole.
-"""
+"""Megatron's part of a checkpoint: model, optimizer and schedule, in its resharding format."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +18,8 @@ from torch.distributed.checkpoint import CheckpointException
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.sharded_writer import write_sharded
 from miles.backends.megatron_utils.torch_adam import fill_states, megatron_optimizers
-from miles.config import RunConfig
-from miles.config.continued import continued, settings_without_names
-from miles.utils.agreement import Agreement
-from miles.utils.checkpoint_folder import MODEL, begin_checkpoint, partial_folder, random_state_file
-from miles.utils.disk import writing
+from miles.config.continued import settings_without_names
+from miles.utils.checkpoint_folder import MODEL
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -39,48 +33,26 @@ _METADATA = {
 }
 
 
-def save(root: str, rollout_id: int, state: TrainState, with_optimizer: bool, agreement: Agreement) -> None:
-    """Write this rank's part of checkpoint `rollout_id` under `root`. All ranks call it together.
-
-    Raises:
-        ValueError: this rank could not write, with the folder and the bytes that are free there.
-        AnotherRankFailed: another one could not.
-    """
-    folder = partial_folder(root, rollout_id)
-    what = f"saving {folder}"
-    with writing("--save", root):
-        with agreement.alone(what):
-            if dist.get_rank() == 0:
-                begin_checkpoint(root, rollout_id)
-        write_sharded(folder / MODEL, _sharded_state(state, with_optimizer, is_loading=False), _METADATA)
-        with agreement.alone(what):
-            torch.save(_rng_state(), folder / random_state_file(dist.get_rank(), dist.get_world_size()))
+def save(folder: Path, state: TrainState, with_optimizer: bool) -> None:
+    """Write this rank's part of model, optimizer and schedule below `folder / MODEL`. All ranks call it together."""
+    write_sharded(folder / MODEL, _sharded_state(state, with_optimizer, is_loading=False), _METADATA)
 
 
-def continued_config(folder: Path, config: RunConfig) -> RunConfig:
-    """`config` with the optimizer's settings of the checkpoint in `folder` where the user gave none.
-
-    Says where the two differ. Raises ValueError where they do not go together.
-    """
+def saved_settings(folder: Path) -> dict[str, Any] | None:
+    """The optimizer's settings in the checkpoint in `folder`; None where it has no optimizer's state."""
     saved = dist_checkpointing.load_common_state_dict(str(folder / MODEL))
     if "optimizer" not in saved:
-        return config  # `load` says so
+        return None
     if "settings" in saved:
-        settings = saved["settings"]
-    else:
-        group = _torch_states(saved["optimizer"])[0]["param_groups"][0]
-        settings = settings_without_names(saved["scheduler"], group)
-    config, differences = continued(config, settings)
-    for sentence in differences if dist.get_rank() == 0 else []:
-        logger.info("going on from %s: %s", folder, sentence)
-    return config
+        return saved["settings"]
+    group = _torch_states(saved["optimizer"])[0]["param_groups"][0]
+    return settings_without_names(saved["scheduler"], group)
 
 
 def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
     """Load the checkpoint in `folder`, saved under any parallel sizes.
 
-    Of optimizer and schedule it takes moments and counts of steps: what they are set to is what `state` was built with
-    (see `continued_config`). Random state is restored when the number of ranks is the one it was saved with.
+    Of optimizer and schedule it takes moments and counts of steps: what they are set to is what `state` was built with.
     """
     model_folder = folder / MODEL
     if with_optimizer:
@@ -110,11 +82,6 @@ def load(folder: Path, state: TrainState, with_optimizer: bool) -> None:
         state.scheduler.step(increment=loaded["scheduler"]["num_steps"])
     else:
         state.optimizer.reload_model_params()
-    rng_file = folder / random_state_file(dist.get_rank(), dist.get_world_size())
-    if rng_file.exists():
-        _set_rng_state(torch.load(rng_file, weights_only=True))
-    else:
-        logger.info("%s was saved by another number of ranks: random state starts from --seed", folder)
 
 
 def is_of_critic(folder: Path) -> bool:
@@ -123,18 +90,9 @@ def is_of_critic(folder: Path) -> bool:
     return "output_layer.bias" in saved
 
 
-def save_weights(folder: Path, state: TrainState, agreement: Agreement) -> None:
-    """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together.
-
-    Raises as `save`.
-    """
-    what = f"saving {folder}"
-    with writing("--save", folder):
-        with agreement.alone(what):
-            if dist.get_rank() == 0:
-                folder.mkdir(parents=True)
-        write_sharded(folder, _sharded_state(state, with_optimizer=False, is_loading=False), _METADATA)
-        agreement.check(what)
+def save_weights(folder: Path, state: TrainState) -> None:
+    """Write the model's weights as they are now, without anything else, to `folder`. All ranks call it together."""
+    write_sharded(folder, _sharded_state(state, with_optimizer=False, is_loading=False), _METADATA)
 
 
 def load_weights(folder: Path, state: TrainState) -> None:
@@ -222,16 +180,3 @@ def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) ->
 def _named_models(state: TrainState) -> dict[str, torch.nn.Module]:
     """The chunks by their keys in the state. Tensors have global names: these keys are not part of them."""
     return {f"model{number}": model for number, model in enumerate(state.models)}
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

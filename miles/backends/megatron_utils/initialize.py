@@ -1,13 +1,11 @@
 """Process groups of one trainer rank: torch.distributed, then Megatron's tensor, pipeline and data groups."""
 
-import datetime
-
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from miles.backends.megatron_utils import cpu_support, torch_adam
+from miles.backends.trainer.world import join_world
 from miles.config import RunConfig
 from miles.config.layout_rules import virtual_stages
 
@@ -19,24 +17,11 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
     """
     if config.device == "cpu":
         cpu_support.install()
-    else:
-        torch.cuda.set_device(0)
     torch_adam.install()
-    dist.init_process_group(
-        backend="nccl" if config.device == "cuda" else "gloo",
-        init_method=f"tcp://{master}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout(config),
-    )
+    join_world(config, rank, world_size, master)
     build_process_groups(config)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
-
-
-def timeout(config: RunConfig) -> datetime.timedelta:
-    """After this a collective operation fails; groups don't inherit it from the world."""
-    return datetime.timedelta(minutes=config.distributed_timeout_minutes)
 
 
 def build_process_groups(config: RunConfig) -> None:

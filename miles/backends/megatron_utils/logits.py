@@ -8,25 +8,9 @@ from dataclasses import dataclass
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
+from miles.backends.trainer.protocol import Scoring
 from miles.training.packing import PackedBatch
-from miles.training.vocab_parallel import CHUNK_SIZE, log_probs_and_entropy
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """How response tokens are scored.
-
-    Args:
-        vocab_size: size of the vocabulary without padding.
-        temperature: what logits are divided by.
-        entropy_grad: let gradients flow through the entropy.
-        chunk_size: tokens whose logits exist at a time.
-    """
-
-    vocab_size: int
-    temperature: float = 1.0
-    entropy_grad: bool = False
-    chunk_size: int = CHUNK_SIZE
+from miles.training.vocab_parallel import log_probs_and_entropy
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.process_groups import SubGroups
 from miles.backends.megatron_utils.regions import TAGS, build_regions
 from miles.backends.megatron_utils.torch_adam import inner_optimizers
+from miles.backends.trainer.caches import empty_caches
 from miles.config import RunConfig
 from miles.residency.disk_store import DiskStore
 from miles.residency.fingerprint import fingerprint
@@ -380,11 +381,3 @@ def drop_quantized_workspaces(chunks: list[torch.nn.Module]) -> int:
             dropped += len(workspaces)
             workspaces.clear()
     return dropped
-
-
-def empty_caches(device: torch.device) -> None:
-    """Give the allocators' cached blocks back, on the GPU and of pinned host memory."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()

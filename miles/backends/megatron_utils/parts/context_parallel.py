@@ -26,16 +26,3 @@ class _GatherTokens(torch.autograd.Function):
         own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
-
-
-def combined(values: torch.Tensor, group: dist.ProcessGroup, device: torch.device | str) -> torch.Tensor:
-    """Numbers of which each rank of `group` has some and NaN for the others, complete on every rank, on the CPU.
-
-    device: what the group communicates through. NaN stays where no rank has the number, or two do.
-    """
-    if group.size() == 1:
-        return values
-    known = ~values.isnan()
-    sums = torch.stack((torch.where(known, values, 0.0), known.to(values.dtype))).to(device)
-    dist.all_reduce(sums, group=group)
-    return torch.where(sums[1] == 1, sums[0], torch.nan).cpu()

@@ -146,7 +146,7 @@ def main(rank, checkpoint, folder, ports):
         actor = MegatronTrainRayActor(config, rank_, ranks)
         actor.init(f"127.0.0.1:{ports[name]}")
         actor.updater = Engines()
-        mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+        mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         lines = []
         if name == "apart":
             lines = refusals(actor, mine)

@@ -193,9 +193,9 @@ def run(tracing, config, rank, ranks, port):
     except UserError as error:
         result["error"] = str(error)
     else:
-        mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+        mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
         result["start"] = first_rollout(actor.config)
-        result["weights"].append(digest(actor.chunks))
+        result["weights"].append(digest(actor.model.chunks))
         if config.save is not None and not config.use_distributed_optimizer:
             actor.save(UNTRAINED)
             if rank == 0:
@@ -203,10 +203,10 @@ def run(tracing, config, rank, ranks, port):
         for rollout_id in range(result["start"], ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             # Biases and norms have no weight decay.
-            group = max(actor.state.optimizer.param_groups, key=lambda group: group["weight_decay"])
+            group = max(actor.model.state.optimizer.param_groups, key=lambda group: group["weight_decay"])
             result["groups"].append([group["weight_decay"], group["betas"], group["eps"]])
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
-            result["weights"].append(digest(actor.chunks))
+            result["weights"].append(digest(actor.model.chunks))
             if config.save is not None and rollout_id < 2:
                 actor.save(rollout_id)
                 if rank == 0:

@@ -75,7 +75,7 @@ def built(rank, ranks, checkpoint, folder, flags, port):
     config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*PPO, *flags], folder)
     critic = MegatronCriticRayActor(critic_config(config), rank, ranks)
     critic.init(f"127.0.0.1:{port}")
-    of_rollout = (config, critic.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    of_rollout = (config, critic.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     return critic, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
 
 
@@ -93,14 +93,14 @@ def trained(critic, shard, rollouts=range(ROLLOUTS)):
 
 
 def gradients(critic):
-    return {name: p.main_grad.clone() for model in critic.state.models for name, p in model.named_parameters()}
+    return {name: p.main_grad.clone() for model in critic.model.state.models for name, p in model.named_parameters()}
 
 
 def fresh_model(critic):
     """The language model that the critic was made of, without weights."""
     from miles.backends.megatron_utils.model import build_model
 
-    return build_model(critic.config, critic.hf_config)
+    return build_model(critic.config, critic.model.hf_config)
 
 
 def by_name(chunks):
@@ -113,13 +113,13 @@ def head_of(found):
 
 def learn_alone(checkpoint, folder, port):
     """One process: what the others are compared with; its gradients as a Hugging Face checkpoint, to be cut anew."""
+    from miles.backends.megatron_utils.hf_weights import load_into
     from miles.weight_sync.export import save_hf
 
     critic, shard, _ = built(0, 1, checkpoint, folder / "scratch", (), port)
-    language_model = fresh_model(critic)
-    critic.chunks, own = language_model, critic.chunks
-    critic._load_hf_weights(checkpoint)
-    critic.chunks = own
+    language_model, own = fresh_model(critic), critic.model.chunks
+    described = (critic.model.family, critic.model.hf_config)
+    load_into(language_model, *described, checkpoint, critic.model.parallel)
     weights, loaded = by_name(own), by_name(language_model)
     head = head_of(weights)
     head_of(loaded)
@@ -143,7 +143,7 @@ def learn_alone(checkpoint, folder, port):
     for name, parameter in by_name(language_model).items():
         parameter.data.copy_(found[name] if name in found else torch.zeros_like(parameter))
     assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
-    described = (critic.family, critic.hf_config, critic.parallel)
+    described += (critic.model.parallel,)
     save_hf(str(folder / "gradients"), language_model, *described, checkpoint, True, critic.agreement)
     torch.save({"lines": lines, "values": values, "head": head}, folder / "alone.pt")
     leave_world()
@@ -153,10 +153,10 @@ def values_are_those_of_transformers(critic, shard, checkpoint):
     """With another head, which is zero again afterwards: the value before a token knows all tokens before it."""
     from transformers import AutoModel
 
-    weight, bias = head_of(by_name(critic.chunks)).values()
+    weight, bias = head_of(by_name(critic.model.chunks)).values()
     weight.data.normal_()
     bias.data.fill_(0.5)
-    (values,) = critic.trainer.scores(critic.state.chunks, shard)
+    (values,) = critic.trainer.scores(shard)
     model = AutoModel.from_pretrained(checkpoint)
     for row in range(len(shard.batch)):
         tokens, ours = shard.batch.row("tokens", row), shard.batch.row("loss_masks", row)
@@ -173,7 +173,7 @@ def compare(name, critic, lines, values, alone, folder):
     from miles.backends.megatron_utils.hf_weights import load_into
 
     language_model, found = fresh_model(critic), gradients(critic)
-    load_into(language_model, critic.family, critic.hf_config, folder / "gradients", critic.parallel)
+    load_into(language_model, critic.model.family, critic.model.hf_config, folder / "gradients", critic.model.parallel)
     head, expected = head_of(found), by_name(language_model)
     head_of(expected)
     assert expected.keys() == found.keys()

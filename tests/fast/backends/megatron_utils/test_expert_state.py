@@ -134,16 +134,16 @@ def train(actor, result):
     from miles.utils.checkpoint_folder import finish_checkpoint
 
     config = actor.config
-    mine = tracing().made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    result["weights"].append(digest(actor.chunks))
+    mine = tracing().made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    result["weights"].append(digest(actor.model.chunks))
     for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
         if config.offload_train:
             actor.sleep()
             actor.move(leaves_after_sync(actor.party, actor.residency.policy))
-            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.chunks[0].parameters())
+            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in actor.model.chunks[0].parameters())
         metrics = actor.train(rollout_id, mine)
         result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
-        result["weights"].append(digest(actor.chunks))
+        result["weights"].append(digest(actor.model.chunks))
         if config.save is not None and rollout_id == 0:
             actor.save(0)
             if actor.rank == 0:

@@ -70,12 +70,12 @@ def places(actor, shard):
     """(place, the rank that fails, what of it fails, what both ranks call)."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from miles.backends.megatron_utils import checkpoint
+    from miles.backends.trainer import checkpoint
     from miles.hf.writer import HFWriter
     from miles.weight_sync import updater
 
     store = actor.residency.store
-    yield "training", 1, [(actor.streamed, "_update")], lambda: actor.train(0, shard)
+    yield "training", 1, [(actor.model.streamed, "_update")], lambda: actor.train(0, shard)
     yield "saving, the folder", 0, [(checkpoint, "begin_checkpoint")], lambda: actor.save(0)
     yield "saving, Megatron's part", 0, [(filesystem_async, "_write_item")], lambda: actor.save(0)
     yield "saving, ours", 1, [(checkpoint.torch, "save")], lambda: actor.save(0)
@@ -105,7 +105,7 @@ def outcome(call, faults, kind):
 
 def recover(actor):
     """The optimizer's state is of two steps now, which does not matter here."""
-    actor.streamed._problem = None
+    actor.model.streamed._problem = None
     actor.wake_up()
 
 

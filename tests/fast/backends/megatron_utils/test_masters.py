@@ -55,14 +55,14 @@ def check_rebuild(actor):
 
     from miles.backends.megatron_utils.masters import MasterWeights
 
-    ranks, parameters = dist.get_world_size(), dict(actor.chunks[0].named_parameters())
+    ranks, parameters = dist.get_world_size(), dict(actor.model.chunks[0].named_parameters())
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
     started = {name: bits(parameter) for name, parameter in parameters.items()}
 
     # The optimizer's masters are asked for by `contents`, even while their own memory is away.
     copies = {}
-    masters = MasterWeights(actor.state.chunks, actor.state.optimizer, lambda master: copies[master])
-    (part,) = actor.state.optimizer.chained_optimizers
+    masters = MasterWeights(actor.model.state.chunks, actor.model.state.optimizer, lambda master: copies[master])
+    (part,) = actor.model.state.optimizer.chained_optimizers
     own = [master for group in part.shard_fp32_from_float16_groups for master in group]
     if ranks > 1:
         ranges = {name: parameter in part.model_param_gbuf_map for name, parameter in parameters.items()}
@@ -88,7 +88,7 @@ def check_rebuild(actor):
 
     check()
     shard = loss_trace().made_up_shard(
-        actor.config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
+        actor.config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
     )
     actor.train(0, shard)  # two optimizer steps
     trained = check()
@@ -116,13 +116,13 @@ def check_refusals(actor):
     from miles.backends.megatron_utils.masters import MasterWeights
     from miles.backends.megatron_utils.model import build_model, build_train_state
 
-    actor.chunks[0].decoder.final_layernorm.weight.requires_grad_(False)
-    state = build_train_state(actor.config, actor.chunks, 2)
+    actor.model.chunks[0].decoder.final_layernorm.weight.requires_grad_(False)
+    state = build_train_state(actor.config, actor.model.chunks, 2)
     with pytest.raises(ValueError, match="but 1 have no fp32 master .*: decoder.final_layernorm.weight; leave it out"):
         MasterWeights(state.chunks, state.optimizer, torch.clone)
 
     fp32_config = loss_trace().trace_config(actor.config.hf_checkpoint, 1, 1, [], Path(actor.config.run_dir))
-    chunks = build_model(fp32_config, actor.hf_config)
+    chunks = build_model(fp32_config, actor.model.hf_config)
     state, count = build_train_state(fp32_config, chunks, 2), len(list(chunks[0].parameters()))
     names = f"but {count} have .*: embedding.word_embeddings.weight, .* and {count - 8} more; leave it out"
     with pytest.raises(ValueError, match=names):

@@ -91,32 +91,33 @@ def configuration(folder, *flags):
 
 def build(folder, *flags):
     """A trainer of the same random weights each time."""
-    from miles.backends.megatron_utils.model import build_model, build_train_state
-    from miles.backends.megatron_utils.training import ShardTrainer
+    from miles.backends.megatron_utils.trained_model import MegatronModel
+    from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
     from miles.hf.config import load_hf_config
 
-    config, hf_config = configuration(folder, *flags), load_hf_config(folder)
-    chunks = build_model(config, hf_config)
+    config = configuration(folder, *flags)
+    model = MegatronModel(config, load_hf_config(folder))
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in chunks[0].parameters():
+        for parameter in model.chunks[0].parameters():
             # Drawn in fp32: bf16 draws other numbers.
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + float(parameter.dim() == 1))
-    return ShardTrainer(config, hf_config.vocab_size), build_train_state(config, chunks, total_steps=10)
+    model.build_optimizer(config, total_steps=10)
+    return ShardTrainer(model, policy_loss(model))
 
 
 def train(folder, *flags):
     """Metrics of two steps, and the model with its weights and gradients after them."""
-    trainer, state = build(folder, *flags)
+    trainer = build(folder, *flags)
     shard = _shard_of(trainer)
-    return trainer.train(state, shard, columns_of(trainer, state, shard)), state.chunks[0].module
+    return trainer.train(shard, columns_of(trainer, shard)), trainer.model.chunks[0]
 
 
-def columns_of(trainer, state, shard):
+def columns_of(trainer, shard):
     """What the loss reads beside the shard's own columns."""
     from miles.training.rollout_columns import trained_columns
 
-    columns = {"old_log_probs": trainer.log_probs(state.chunks, shard)}
+    columns = {"old_log_probs": trainer.log_probs(shard)}
     return columns | trained_columns(trainer.config, shard.batch, columns, lambda _: None)
 
 
@@ -154,12 +155,12 @@ def check_that_only_rounding_changes(root):
 
 def check_that_the_head_is_waited_for(root):
     """Its weight is read outside of its call, before which Megatron waits for a gather."""
-    trainer, state = build(root / "experts")
-    waits = []
-    state.models[0].output_layer.register_forward_pre_hook(lambda module, _: waits.append(module))
+    trainer = build(root / "experts")
+    waits, head = [], trainer.model.chunks[0].output_layer
+    head.register_forward_pre_hook(lambda module, _: waits.append(module))
     shard = _shard_of(trainer)
-    trainer.log_probs(state.chunks, shard)
-    assert waits == [state.models[0].output_layer] * sum(len(step.micro_batches) for step in shard.steps)
+    trainer.log_probs(shard)
+    assert waits == [head] * sum(len(step.micro_batches) for step in shard.steps)
 
 
 def _shard_of(trainer):
@@ -231,7 +232,7 @@ def check_schedule(root):
     rises = ("--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.3")
     warm_up = ("--lr-decay-iters", "10", "--lr-warmup-fraction", "0.2", "--lr-warmup-init", "0.0002")
     wsd = ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4", "--lr-wsd-decay-style", "linear")
-    _, state = build(root / "dense", *warm_up, *wsd, *rises)
+    state = build(root / "dense", *warm_up, *wsd, *rises).model.state
     rates, decays = [], []
     for _ in range(11):
         group = max(state.optimizer.param_groups, key=lambda group: group["weight_decay"])
@@ -246,19 +247,20 @@ def check_fused_adam(root):
     """The kernel of a GPU exists on a CPU too. A loaded state leaves it on, with a count of steps for each weight."""
     from miles.backends.megatron_utils import torch_adam
 
-    (trainer, plain), (_, fused) = build(root / "dense"), build(root / "dense")
+    trainers = [build(root / "dense"), build(root / "dense")]
+    plain, fused = (trainer.model.state for trainer in trainers)
     torch_adam.fuse(fused.optimizer)
-    shard = _shard_of(trainer)
-    columns = columns_of(trainer, plain, shard)
-    for state in (plain, fused):
-        trainer.train(state, shard, columns)
+    shard = _shard_of(trainers[0])
+    columns = columns_of(trainers[0], shard)
+    for trainer in trainers:
+        trainer.train(shard, columns)
     fused.optimizer.load_state_dict(plain.optimizer.state_dict())
     (inner,) = torch_adam.inner_optimizers(fused.optimizer)
     assert all(group["fused"] and not group["foreach"] for group in inner.param_groups)
     steps = [state["step"] for state in inner.state.values()]
     assert {float(step) for step in steps} == {2} and len({id(step) for step in steps}) == len(steps) > 1
-    for state in (plain, fused):
-        trainer.train(state, shard, columns)
+    for trainer in trainers:
+        trainer.train(shard, columns)
     for weight, other in zip(plain.models[0].parameters(), fused.models[0].parameters(), strict=True):
         torch.testing.assert_close(other, weight, atol=1e-6, rtol=0)
 

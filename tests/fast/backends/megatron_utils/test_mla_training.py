@@ -62,13 +62,8 @@ def test_compiled_recomputation(run_ranks, root):
 
 def train(folder: Path, layout: str, what: str) -> None:
     """Compare recomputed gradients; take a step, save it, load it into another model and export that."""
-    from miles.backends.megatron_utils import checkpoint as saving
-    from miles.backends.megatron_utils import cpu_support
-    from miles.backends.megatron_utils.families import family_for
-    from miles.backends.megatron_utils.hf_weights import load_into, model_tensors
-    from miles.backends.megatron_utils.logits import Scoring
-    from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
-    from miles.backends.megatron_utils.training import run_micro_batches
+    from miles.backends.megatron_utils.trained_model import MegatronModel
+    from miles.backends.trainer import checkpoint as saving
     from miles.hf.config import load_hf_config
     from miles.utils.agreement import Agreement
     from miles.utils.checkpoint_folder import partial_folder
@@ -76,7 +71,6 @@ def train(folder: Path, layout: str, what: str) -> None:
 
     checkpoint = folder / "checkpoint"
     hf_config = load_hf_config(checkpoint)
-    family = family_for(hf_config)
     plain = run_config(checkpoint, layout).model_copy(
         update={"lr": 1e-2, "weight_decay": 0.5, "use_distributed_optimizer": True}
     )
@@ -85,43 +79,41 @@ def train(folder: Path, layout: str, what: str) -> None:
     def loss(log_probs_N, entropy_N, packed):
         return log_probs_N.mean(), {}
 
-    def state_of(changes):
+    def built(changes):
         config = plain.model_copy(update=changes)
-        chunks = build_model(config, hf_config)
-        load_into(chunks, family, hf_config, checkpoint, parallel_info(chunks[0].config))
-        return build_train_state(config, chunks, total_steps=1)
+        model = MegatronModel(config, hf_config)
+        model.load_hf(checkpoint)
+        model.build_optimizer(config, total_steps=1)
+        return model
 
-    def gradients(state):
-        for chunk in state.chunks:
-            chunk.zero_grad_buffer()
-        run_micro_batches(state.chunks, batches, Scoring(hf_config.vocab_size), loss, forward_only=False)
-        return {name: p.main_grad.clone() for name, p in state.models[0].named_parameters() if p.requires_grad}
+    def gradients(model):
+        model.begin_step(batches)
+        model.run(batches, loss, forward_only=False)
+        return {name: p.main_grad.clone() for name, p in model.chunks[0].named_parameters() if p.requires_grad}
 
-    state = state_of({})
-    expected = gradients(state)
+    model = built({})
+    expected = gradients(model)
     for recomputed, changes in (RECOMPUTED if what == "train" else COMPILED).items():
-        found = gradients(state_of(changes))
+        found = gradients(built(changes))
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=f"{recomputed}: {name}")
     if what == "compiled":
         return
-    gradients(state)
-    with cpu_support.cuda_type_names():
-        state.optimizer.step()
+    gradients(model)
+    model.apply_gradients(model.gradient_norm())
     agreement = Agreement(torch.distributed.new_group(backend="gloo"))
-    saving.save(str(folder / "saved"), 0, state, True, agreement)
-    other = state_of({})
+    saving.save(str(folder / "saved"), 0, model, True, agreement)
+    other = built({})
     with torch.no_grad():
-        for tensor in model_tensors(other.models[0]).values():
+        for tensor in other.weights():
             tensor.fill_(7.0)
     saving.load(partial_folder(folder / "saved", 0), other, with_optimizer=True)
-    loaded = model_tensors(other.models[0])
-    for name, tensor in model_tensors(state.models[0]).items():
-        assert torch.equal(loaded[name], tensor), name
+    for loaded, tensor in zip(other.weights(), model.weights(), strict=True):
+        assert torch.equal(loaded, tensor)
     is_writer = torch.distributed.get_rank() == 0
-    parallel = parallel_info(other.models[0].config)
-    save_hf(folder / "export", other.models, family, hf_config, parallel, checkpoint, is_writer, agreement)
+    described = (other.family, hf_config, other.parallel)
+    save_hf(folder / "export", other.chunks, *described, checkpoint, is_writer, agreement)
 
 
 def main(rank: int, world_size: int, root: Path, master: str, what: str) -> None:

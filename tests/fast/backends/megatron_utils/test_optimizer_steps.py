@@ -158,7 +158,7 @@ def build(tracing, config, rank, ranks, port):
     parallel_state.destroy_model_parallel()
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    of_rollout = (config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    of_rollout = (config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     return actor, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
 
 
@@ -173,15 +173,15 @@ def moments(actor, shard, _, name):
         trained = actor.train(rollout_id, shard)
         metrics.append({name: value for name, value in trained.items() if name.startswith("train/")})
         if name in ("fp32", "bf16"):
-            for inner in inner_optimizers(actor.state.optimizer):
+            for inner in inner_optimizers(actor.model.state.optimizer):
                 inner.state.clear()
-    if actor.streamed is not None:
-        actor.streamed.reset_states()
-        with actor.streamed.materialised():
-            for inner in inner_optimizers(actor.state.optimizer):
+    if actor.model.streamed is not None:
+        actor.model.streamed.reset_states()
+        with actor.model.streamed.materialised():
+            for inner in inner_optimizers(actor.model.state.optimizer):
                 for state in inner.state.values():
                     assert not any(bool(state[key].any()) for key in ("step", "exp_avg", "exp_avg_sq"))
-    return metrics, digest([parameter.detach() for parameter in actor.chunks[0].parameters()])
+    return metrics, digest([parameter.detach() for parameter in actor.model.chunks[0].parameters()])
 
 
 def skipped(actor, shard, masked, cause, fails):
@@ -195,13 +195,13 @@ def skipped(actor, shard, masked, cause, fails):
         bad = TrainShard(shard.batch.with_columns(rewards=rewards), shard.steps)
     equal = TrainShard(shard.batch.with_columns(rewards=np.zeros(len(shard.batch))), shard.steps)
 
-    def spoiled_step(state, weighs):
+    def spoiled_step(model, weighs):
         if spoiling and cause == "gradients" and fails:
-            named = [item for model in state.models for item in model.named_parameters()]
+            named = [item for part in model.state.models for item in part.named_parameters()]
             experts = [parameter for name, parameter in named if ".experts." in name]
             for parameter in experts or [parameter for _, parameter in named]:
                 parameter.main_grad.fill_(math.nan)
-        return step(state, weighs)
+        return step(model, weighs)
 
     actor.trainer.optimizer_step = spoiled_step
     result = {"metrics": [], "scheduler": [], "digests": [everything(actor)], "error": None}
@@ -211,7 +211,7 @@ def skipped(actor, shard, masked, cause, fails):
             result["metrics"].append(actor.train(rollout_id, trained_on))
         except FloatingPointError as error:
             result["error"] = str(error)
-        result["scheduler"].append(actor.state.scheduler.num_steps)
+        result["scheduler"].append(actor.model.state.scheduler.num_steps)
         result["digests"].append(everything(actor))
     return result
 
@@ -222,9 +222,9 @@ def everything(actor):
 
     from miles.backends.megatron_utils.torch_adam import inner_optimizers
 
-    with contextlib.nullcontext() if actor.streamed is None else actor.streamed.materialised():
-        tensors = [parameter.detach() for model in actor.state.models for parameter in model.parameters()]
-        for inner in inner_optimizers(actor.state.optimizer):
+    with contextlib.nullcontext() if actor.model.streamed is None else actor.model.streamed.materialised():
+        tensors = [parameter.detach() for model in actor.model.state.models for parameter in model.parameters()]
+        for inner in inner_optimizers(actor.model.state.optimizer):
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     tensors.append(parameter.detach())

@@ -68,11 +68,11 @@ def in_world(tracing, config, rank, port, train):
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, 2)
     actor.init(f"127.0.0.1:{port}")
-    mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     result = []
     for metrics in train(actor, mine):
         digests = [None, None]
-        dist.all_gather_object(digests, digest(actor.chunks[0]))
+        dist.all_gather_object(digests, digest(actor.model.chunks[0]))
         kept = {name: value for name, value in metrics.items() if name.startswith("train/")}
         result.append(kept and {**kept, "weights": digests})
     dist.barrier()
@@ -129,7 +129,7 @@ def cycled(actor, shard):
     for cycle in range(1, actor.config.num_rollout):
         old = destroyed(groups, foreign, cycle)
         fails(actor, shard)
-        taken = [actor.chunks[0].tp_group] if cycle == 2 else None
+        taken = [actor.model.chunks[0].tp_group] if cycle == 2 else None
         if cycle == 3:
             failing_rebuild(actor, groups, failures)
         before = time.perf_counter()
@@ -192,9 +192,9 @@ def fails(actor, shard):
     with pytest.raises((RuntimeError, AssertionError)):
         actor.train(9, shard)
     with pytest.raises(RuntimeError, match="_TENSOR_MODEL_PARALLEL_GROUP was asked for size .* trainer sleeps"):
-        actor.chunks[0].tp_group.size()
+        actor.model.chunks[0].tp_group.size()
     with pytest.raises((RuntimeError, ValueError), match="_TENSOR_MODEL_PARALLEL_GROUP, destroyed"):
-        dist.all_reduce(torch.ones(1), group=actor.chunks[0].tp_group)
+        dist.all_reduce(torch.ones(1), group=actor.model.chunks[0].tp_group)
 
 
 def failing_rebuild(actor, groups, failures):
@@ -233,7 +233,7 @@ def immutable_holder(actor, groups, name):
         groups.destroy()
     del local
     groups.destroy()
-    stand_in = (actor.chunks[0].tp_group,)
+    stand_in = (actor.model.chunks[0].tp_group,)
     groups.rebuild()
     with pytest.raises(RuntimeError, match=f"{name}, held by a tuple"):
         groups.verify()
@@ -258,13 +258,13 @@ def places(actor):
     """Every attribute of the trainer's objects that is a group: {(object, attribute): the group's name}."""
     import torch.distributed as dist
 
-    ddp, optimizer = actor.state.chunks[0], actor.state.optimizer
+    ddp, optimizer = actor.model.state.chunks[0], actor.model.state.optimizer
     objects = {
         **{f"module {name}": module for name, module in ddp.named_modules()},
         **{f"buffer {number}": buffer for number, buffer in enumerate(ddp.buffers)},
         **{f"bucket group {number}": group for number, group in enumerate(ddp.bucket_groups)},
         **{f"optimizer {number}": part for number, part in enumerate([optimizer, *optimizer.chained_optimizers])},
-        "parallel": actor.parallel,
+        "parallel": actor.model.parallel,
     }
     names = {id(group): name for name, group in named().items()}
     return {

@@ -101,7 +101,7 @@ def build(rank, ranks, checkpoint, folder, port, flags, sleeping):
     config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, flags, folder, sleep=sleeping is not None)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    shard = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    shard = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     return actor, shard
 
 
@@ -109,10 +109,13 @@ def storages(actor):
     """Bytes of memory behind everything that must leave."""
     from miles.backends.megatron_utils.torch_adam import inner_optimizers
 
-    tensors = [*actor.chunks[0].parameters(), *(buffer.grad_data for buffer in actor.state.chunks[0].buffers)]
+    tensors = [
+        *actor.model.chunks[0].parameters(),
+        *(buffer.grad_data for buffer in actor.model.state.chunks[0].buffers),
+    ]
     if actor.config.stream_optimizer_state_to_disk:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    for optimizer in inner_optimizers(actor.state.optimizer):
+    for optimizer in inner_optimizers(actor.model.state.optimizer):
         for group in optimizer.param_groups:
             for master in group["params"]:
                 tensors += [master, optimizer.state[master]["exp_avg"], optimizer.state[master]["exp_avg_sq"]]
@@ -191,7 +194,7 @@ def memory(checkpoint, folder, port):
     actor, shard = build(0, 1, checkpoint, folder, port, (), DISK)
     actor.residency._check = False  # its temporaries would blur the figures
     actor.train(0, shard)
-    parameters = sum(parameter.numel() for parameter in actor.chunks[0].parameters())
+    parameters = sum(parameter.numel() for parameter in actor.model.chunks[0].parameters())
     whole = 16 * parameters  # float32 weights, gradients and two moments
     for cycle in range(3):
         before = resident_bytes()
@@ -221,7 +224,7 @@ def verbs(checkpoint, folder, port):
     assert [file.read_bytes() for file in sorted(first)] == [file.read_bytes() for file in sorted(second)]
 
     assert not residency.groups.alive
-    weight = next(actor.chunks[0].parameters())
+    weight = next(actor.model.chunks[0].parameters())
     copy = residency.read_weight(weight).clone()
     with pytest.raises(ResidencyError, match="^actor weights is host: it can't move from gpu to disk$"):
         actor.move([Move(actor.party, Region.WEIGHTS, Place.GPU, Place.DISK)])

@@ -238,25 +238,27 @@ def run(tracing, config, rank, ranks, port, moments, chunk, breaks):
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    optimizer = actor.state.optimizer.chained_optimizers[0]
+    optimizer = actor.model.state.optimizer.chained_optimizers[0]
     result = {"metrics": [], "weights": [], "errors": []}
     if moments is not None:
         before = {StorageWeakRef(tensor.untyped_storage()): tensor.numel() * 4 for tensor in state_tensors(optimizer)}
-        streamed = StreamedOptimizer(actor.state, config.run_dir, chunk, MOMENT_DTYPES[moments], False, actor.agreement)
+        streamed = StreamedOptimizer(
+            actor.model.state, config.run_dir, chunk, MOMENT_DTYPES[moments], False, actor.agreement
+        )
         result["freed"] = sum(nbytes for storage, nbytes in before.items() if storage.expired())
         result["parameters"] = sum(parameter.numel() for parameter in optimizer.get_parameters())
         result["buckets"] = streamed._file.buckets
         result["split"] = max(
             sum(part.shard is shard for parts in streamed._parts for part in parts) for shard in streamed._shards
         )
-    mine = tracing.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     if breaks:
         result["errors"] = errors_of_a_broken_run(actor, mine, fails=rank == ranks - 1)
     else:
         for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
             metrics = actor.train(rollout_id, mine)
             result["metrics"].append({name: value for name, value in metrics.items() if name.startswith("train/")})
-            result["weights"].append(digest(actor.chunks[0]))
+            result["weights"].append(digest(actor.model.chunks[0]))
             if rollout_id == 0:
                 actor.save(rollout_id)
                 if rank == 0:

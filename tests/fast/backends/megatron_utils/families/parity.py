@@ -210,9 +210,9 @@ def compare(folder: Path, layout: str, changes: dict) -> dict:
 
     from miles.backends.megatron_utils.families import family_for
     from miles.backends.megatron_utils.hf_weights import load_into, untrained_names
-    from miles.backends.megatron_utils.logits import Scoring
     from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
     from miles.backends.megatron_utils.training import run_micro_batches
+    from miles.backends.trainer.protocol import Scoring
     from miles.hf.checkpoint import CheckpointIndex
     from miles.hf.config import load_hf_config
     from miles.weight_sync.gather import live

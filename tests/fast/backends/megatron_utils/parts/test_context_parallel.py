@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from miles.backends.megatron_utils.parts import kernels
 from miles.backends.megatron_utils.parts.attention import AttentionOptions, attend, padded
-from miles.backends.megatron_utils.parts.context_parallel import combined, gather_tokens
+from miles.backends.megatron_utils.parts.context_parallel import gather_tokens
 from miles.backends.megatron_utils.parts.packed import packed_sequences
+from miles.backends.trainer.context_parallel import combined
 from miles.training.packing import zigzag_spans
 
 LENGTHS = [16, 4, 40, 24]

@@ -44,8 +44,8 @@ def trained(rank, ranks, checkpoint, folder, flags, port):
     config = loss_trace.trace_config(checkpoint, ranks, 1, list(flags), folder)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    shard = loss_trace.made_up_shard(config, actor.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    log_probs = actor.trainer.log_probs(actor.state.chunks, shard)
+    shard = loss_trace.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    log_probs = actor.trainer.log_probs(shard)
     metrics = actor.train(0, shard)
     found = {
         "metrics": {name: value for name, value in metrics.items() if name.startswith("train/")},
@@ -56,7 +56,7 @@ def trained(rank, ranks, checkpoint, folder, flags, port):
             int(index): log_probs[slice(*shard.batch.response_offsets[row : row + 2])]
             for row, index in enumerate(shard.batch["sample_indices"])
         },
-        "gradients": {name: p.main_grad.clone() for c in actor.chunks for name, p in c.named_parameters()},
+        "gradients": {name: p.main_grad.clone() for c in actor.model.chunks for name, p in c.named_parameters()},
     }
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

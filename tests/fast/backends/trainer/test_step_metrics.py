@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from miles.backends.megatron_utils import step_metrics
+from miles.backends.trainer import step_metrics
 
 
 def scalars(**values):

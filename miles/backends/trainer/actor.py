@@ -1,0 +1,300 @@
+"""TrainRayActor: one rank of a trainer, as a Ray actor, whatever library its model is built with."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+
+from miles.backends.trainer import checkpoint, step_metrics
+from miles.backends.trainer.caches import empty_caches
+from miles.backends.trainer.host_weights import HostWeights
+from miles.backends.trainer.log_prob_check import check_log_probs
+from miles.backends.trainer.protocol import Residency, ScoreFunction, TrainedModel
+from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
+from miles.backends.trainer.stopwatch import Stopwatch
+from miles.backends.trainer.world import timeout
+from miles.config import RunConfig
+from miles.residency.plan import Move, Party
+from miles.training.data_postprocess import postprocessed
+from miles.training.rollout_columns import masked_means, trained_columns
+from miles.training.schedule import TrainShard
+from miles.utils.agreement import Agreement
+from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
+from miles.utils.disk import writing
+from miles.utils.errors import UserError
+from miles.utils.network import free_ports, host_port
+from miles.weight_sync.gather import live
+from miles.weight_sync.target import EngineTarget
+from miles.weight_sync.updater import WeightUpdater
+
+logger = logging.getLogger(__name__)
+
+
+class TrainRayActor:
+    """Holds this rank's part of the model and trains it. A backend's actor is a subclass with the methods that raise
+    NotImplementedError here.
+
+    Args:
+        config: the run's configuration, complete (num_rollout is set, the checkpoint to load is found).
+        rank, world_size: this rank's place among the trainer's ranks.
+    """
+
+    party = Party.ACTOR
+    model: TrainedModel
+    agreement: Agreement
+    trainer: ShardTrainer
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int):
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        # Further weights of the same model, on the host: the reference, a teacher, and what the engines got last.
+        self.reference: HostWeights | None = None
+        self.reference_moved = False
+        self.teacher: HostWeights | None = None
+        self.old_actor: HostWeights | None = None
+        self.updater: WeightUpdater | None = None
+        self.residency: Residency | None = None
+        self.checked_log_probs = False
+
+    # What a backend does in its own way
+
+    def _build_model(self, master: str) -> TrainedModel:
+        """Join the world that meets at `master`, and build this rank's part of the model, without weights."""
+        raise NotImplementedError
+
+    def _build_residency(self) -> Residency:
+        """The moves of this rank's memory. All is loaded."""
+        raise NotImplementedError
+
+    def _build_updater(self, engines: list[EngineTarget], address: str) -> WeightUpdater:
+        """What sends the weights to `engines`; address: of this rank's machine."""
+        raise NotImplementedError
+
+    def _save_hf(self, folder: str) -> None:
+        """Write the weights, which are in memory, as a Hugging Face checkpoint."""
+        raise NotImplementedError
+
+    # Building
+
+    def master_address(self) -> str:
+        """An address on this rank's node for the ranks to meet at."""
+        ip = ray.util.get_node_ip_address()
+        return host_port(ip, free_ports(1, ip)[0])
+
+    def init(self, master: str) -> None:
+        """Join the other ranks, build the model, and load the checkpoint of --load, else --hf-checkpoint's weights."""
+        config = self.config
+        self.model = self._build_model(master)
+        # While a trainer sleeps, its other groups may be away; and on a GPU their communicators are for what is large.
+        self.agreement = Agreement(dist.new_group(backend="gloo", timeout=timeout(config)))
+        self._load_weights()
+        self.model.build_optimizer(self._continued_config(), self._total_steps())
+        self._load_checkpoint()
+        self.trainer = ShardTrainer(self.model, self._loss())
+        self.model.begin(self.agreement)
+        if config.offload_train:
+            self.residency = self._build_residency()
+
+    # What a critic does in its own way
+
+    def _load_weights(self) -> None:
+        """Fill the model from Hugging Face folders: others' weights first, which are kept as copies, its own last."""
+        config = self.config
+        if config.needs_reference:
+            self.reference = self._load_other("--ref-load", config.ref_load)
+        if config.opd_teacher_load is not None:
+            self.teacher = self._load_other("--opd-teacher-load", config.opd_teacher_load)
+        self.model.load_hf(config.hf_checkpoint)
+
+    def _total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        config = self.config
+        return (config.num_rollout - config.num_critic_only_steps) * config.steps_per_rollout
+
+    def _loss(self) -> ScoreFunction:
+        """From the model's scores of a micro-batch to its loss; ValueError for a custom one that can't be used."""
+        return policy_loss(self.model)
+
+    # Loading
+
+    def _load_other(self, flag: str, folder: str) -> HostWeights:
+        self.model.check_same_computation(flag, folder)
+        self.model.load_hf(folder)
+        return HostWeights(self.model.weights, f"{flag} {folder}")
+
+    def _loaded_folder(self) -> Path | None:
+        """The checkpoint that the run goes on from."""
+        return None if self.config.load is None else locate(self.config.load, self.config.ckpt_step)
+
+    def _continued_config(self) -> RunConfig:
+        """With the optimizer's settings of the checkpoint where the user gave none."""
+        folder = self._loaded_folder()
+        if folder is None or self.config.no_load_optim:
+            return self.config
+        return checkpoint.continued_config(folder, self.model)
+
+    def _load_checkpoint(self) -> None:
+        config, folder = self.config, self._loaded_folder()
+        if folder is not None:
+            if self.reference is not None and (folder / REFERENCE).exists():
+                with self.reference.swapped_in():
+                    self.model.load_weights(folder / REFERENCE)
+                self.reference_moved = True
+            checkpoint.load(folder, self.model, with_optimizer=not config.no_load_optim)
+            logger.info("continuing from %s", folder)
+        if config.keep_old_actor:
+            self.old_actor = HostWeights(self.model.weights, "--keep-old-actor")
+
+    # Training
+
+    def train(self, rollout_id: int, shard: TrainShard, values: torch.Tensor | None = None) -> dict[str, float]:
+        """Train on this data-parallel rank's shard; returns metrics on one rank, {} on the others.
+
+        A metric is the mean over the rollout's optimizer steps, or its extreme if its name ends in `_max` or `_min`.
+
+        Args:
+            values: the critic's value of each response token of the shard, flat, on the CPU, on the last pipeline
+                stage. None elsewhere and without a critic.
+
+        Raises:
+            RuntimeError: in the first rollout, trainer and engine disagree about log-probabilities by more than
+                --max-logprob-abs-diff.
+            FloatingPointError: too many gradients in a row were not finite.
+        """
+        config, watch = self.config, Stopwatch()
+        self._begin_training()
+        columns: dict[str, torch.Tensor] = {}
+        metrics: dict[str, float] = {}
+        if config.loss_type != "sft_loss":
+            columns = self._forward(rollout_id, shard, watch)
+            if self.model.grid.is_last_stage:
+                if values is not None:
+                    columns["values"] = values
+                columns |= trained_columns(config, shard.batch, columns, self._sum_over_rollout)
+                columns |= postprocessed(config, rollout_id, shard.batch, columns)
+                means = masked_means(shard.batch, columns, self._sum_over_rollout)
+                metrics = {f"rollout/{name.removeprefix('old_')}": mean for name, mean in means.items()}
+        with watch("actor_train"):
+            steps = self.trainer.train(shard, columns)
+        if config.ref_update_interval is not None and (rollout_id + 1) % config.ref_update_interval == 0:
+            assert self.reference is not None
+            self.reference.take(live)
+            self.reference_moved = True
+        trained = self._step_metrics(steps, watch)
+        return trained | metrics if trained else {}
+
+    def _begin_training(self) -> None:
+        if self.residency is not None:
+            self.residency.wake_up()
+        if self.config.reset_optimizer_states:
+            self.model.reset_optimizer()
+
+    def _forward(self, rollout_id: int, shard: TrainShard, watch: Stopwatch) -> dict[str, torch.Tensor]:
+        """The forward passes before the optimizer steps: flat columns on the last pipeline stage, {} elsewhere."""
+        config, columns = self.config, {}
+
+        def scores(name: str, weights: HostWeights | None) -> tuple[torch.Tensor, ...] | None:
+            with watch(name), contextlib.nullcontext() if weights is None else weights.swapped_in():
+                return self.trainer.scores(shard)
+
+        for name, weights in (("ref_log_probs", self.reference), ("teacher_log_probs", self.teacher)):
+            if weights is not None and (scored := scores(name, weights)) is not None:
+                columns[name] = scored[0]
+        spared = config.use_rollout_logprobs or config.skip_actor_forward_only
+        if not spared or not self.checked_log_probs:
+            scored = scores("log_probs", self.old_actor)
+            if not self.checked_log_probs:
+                log_probs = None if scored is None else scored[0]
+                check_log_probs(self.model.grid, config, shard.batch, log_probs, rollout_id)
+                self.checked_log_probs = True
+            if scored is not None and not spared:
+                columns["old_log_probs"], columns["entropy"] = scored
+        return columns
+
+    def _sum_over_rollout(self, sums: torch.Tensor) -> None:
+        """Add up over the ranks that share the rollout out, in place; context-parallel ranks have the same tokens."""
+        on_device = sums.to(self.config.device)
+        dist.all_reduce(on_device, group=self.model.grid.dp_group())
+        sums.copy_(on_device)
+
+    def _step_metrics(self, steps: list[dict[str, float]], watch: Stopwatch) -> dict[str, float]:
+        """What the rank that reports says about the optimizer steps of a rollout; {} on the others."""
+        if not self.model.grid.reports:
+            return {}
+        return step_metrics.of_rollout(steps) | {"train/step": float(self.model.num_steps)} | watch.metrics
+
+    # Weights of others
+
+    def connect(self, engines: list[EngineTarget]) -> None:
+        """Prepare to send weights to `engines`."""
+        self.updater = self._build_updater(engines, ray.util.get_node_ip_address())
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Send the weights to the engines as `version`, awake or asleep; metrics on rank 0."""
+        read = live if self.residency is None else self.residency.read_weight
+        assert self.updater is not None
+        metrics = self.updater.update(version, read)
+        if self.old_actor is not None:
+            self.old_actor.take(read)
+        return metrics if self.rank == 0 else {}
+
+    def disconnect(self) -> None:
+        """After the last `update_weights`: leave nothing of it in the engines, which may live on."""
+        assert self.updater is not None
+        self.updater.close()
+
+    def save(self, rollout_id: int) -> None:
+        """Write this rank's part of the checkpoint of `rollout_id`, awake or asleep."""
+        with self._awake():
+            with_optimizer = not self.config.no_save_optim
+            checkpoint.save(self.config.save, rollout_id, self.model, with_optimizer, self.agreement)
+            if self.reference is not None and self.reference_moved:
+                with self.reference.swapped_in():
+                    folder = partial_folder(self.config.save, rollout_id) / REFERENCE
+                    checkpoint.save_weights(folder, self.model, self.agreement)
+            empty_caches(torch.device(self.config.device))  # the writer's pinned buffers are as large as the state
+
+    def export_hf(self, rollout_id: int) -> None:
+        """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names, awake or asleep."""
+        folder = self.config.save_hf.format(rollout_id=rollout_id)
+        with self._awake(), writing("--save-hf", folder):
+            self._save_hf(folder)
+
+    # Where the memory is; see Residency for each verb.
+
+    def move(self, moves: Sequence[Move]) -> dict[str, float]:
+        """Make moves of the planner, but for those that are made already; returns metrics."""
+        return self._residency().move(moves)
+
+    def sleep(self) -> dict[str, float]:
+        """Leave the GPU; returns metrics. Does nothing where this rank is asleep already."""
+        return self._residency().sleep()
+
+    def wake_up(self) -> dict[str, float]:
+        """Come back to the GPU; returns metrics. Does nothing where this rank is awake."""
+        return self._residency().wake_up()
+
+    def offload_grad_buffer(self) -> dict[str, float]:
+        """Drop the gradients ahead of the sleep."""
+        return self._residency().offload_grad_buffer()
+
+    def clear_memory(self) -> dict[str, float]:
+        """Give cached memory back, asleep or awake; returns metrics."""
+        started = time.perf_counter()
+        self.model.drop_workspaces()
+        empty_caches(torch.device(self.config.device))
+        return {"perf/clear_memory_time": time.perf_counter() - started}
+
+    def _residency(self) -> Residency:
+        if self.residency is None:
+            raise UserError("the trainer's memory can only move with --offload-train, which is off")
+        return self.residency
+
+    def _awake(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.residency is None else self.residency.awake()
