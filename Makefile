@@ -1,7 +1,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint
+.PHONY: help setup demo test test-fast test-slow lint
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
 ready := .venv/.installed
@@ -9,9 +9,10 @@ ready := .venv/.installed
 help:
 	@echo 'make demo       set up .venv if needed, then train a tiny model with GRPO on the CPU'
 	@echo 'make test       set up .venv if needed, then run the tests that need no GPU, without the slow ones'
+	@echo 'make test-fast  the same, without those that start ranks, a server or Ray'
 	@echo 'make test-slow  set up .venv if needed, then run the slow tests that need no GPU'
 	@echo 'make setup      only set up .venv'
-	@echo 'make lint       check the style with ruff'
+	@echo 'make lint       check style, format and types (.pre-commit-config.yaml)'
 
 setup: $(ready)
 
@@ -25,8 +26,11 @@ demo: $(ready)
 test: $(ready)
 	@.venv/bin/python -m pytest
 
+test-fast: $(ready)
+	@.venv/bin/python -m pytest -m 'not slow and not real'
+
 test-slow: $(ready)
 	@.venv/bin/python -m pytest -m slow
 
 lint: $(ready)
-	@.venv/bin/ruff check .
+	@.venv/bin/pre-commit run --all-files

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import orjson
@@ -292,23 +292,23 @@ class SGLangClient:
 
     # Transport
 
-    def _require_success(self, path: str, reply: object) -> None:
+    def _require_success(self, path: str, reply: Any) -> None:
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise SGLangError(self.url + path, 200, repr(reply), 1)
 
-    async def _control(self, path: str, body: dict | None, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> object:
+    async def _control(self, path: str, body: dict | None, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> Any:
         return await self._call("POST", path, body, timeout=timeout, retries=0)
 
-    async def _load(self, path: str, body: dict) -> object:
+    async def _load(self, path: str, body: dict) -> Any:
         flag = "bounded by --distributed-timeout-minutes"
         return await self._call("POST", path, body, timeout=self._load_timeout, retries=0, flag=flag)
 
-    async def _get(self, path: str, *, timeout: float = QUICK_TIMEOUT_SECONDS) -> object:
+    async def _get(self, path: str, *, timeout: float = QUICK_TIMEOUT_SECONDS) -> Any:
         return await self._call("GET", path, None, timeout=timeout, retries=0)
 
     async def _call(
         self, method: str, path: str, body: dict | None, *, timeout: float, retries: int, flag: str = "timeout"
-    ) -> object:
+    ) -> Any:
         """The decoded answer: JSON where the server says so, else text. Anything but 2xx raises `SGLangError`."""
         url = self.url + path
         content, headers = (None, None) if body is None else (orjson.dumps(body), JSON_HEADERS)

@@ -172,6 +172,7 @@ def _message(confined: Confined) -> bytes | None:
 
 
 def _send(confined: Confined, line: bytes) -> bool:
+    assert confined.process.stdin is not None, "opened as a pipe"
     try:
         confined.process.stdin.write(line)
         confined.process.stdin.flush()

@@ -67,6 +67,7 @@ def find_answer(response: str) -> str:
     if not tails:
         return ""
     formula = _DISPLAYED.match(tails[-1].lstrip(" \t\r\n*"))
+    assert formula is not None, "its last alternative matches any text"
     return formula[1] or formula[2] or formula[3]
 
 

@@ -118,16 +118,16 @@ def read_number(text: str) -> Number | None:
     exponent = found["braced"] or found["bare"] or found["e"] or "0"
     if len(exponent.lstrip("+-")) > _LONGEST_EXPONENT:
         return None
-    places = len(digits.partition(".")[2]) or None
+    decimals: int | None = len(digits.partition(".")[2]) or None
     value = Fraction("0" + digits + "0" * digits.endswith("."))
     significant = len(digits.replace(".", "").lstrip("0"))
-    if places is not None and significant > MOST_DIGITS:
-        places -= significant - MOST_DIGITS
-        value = Fraction(round(value * Fraction(10) ** places)) / Fraction(10) ** places
+    if decimals is not None and significant > MOST_DIGITS:
+        decimals -= significant - MOST_DIGITS
+        value = Fraction(round(value * Fraction(10) ** decimals)) / Fraction(10) ** decimals
     power = int(exponent)
-    if places is not None:
-        places -= power
-    return Number(sign * value * Fraction(10) ** power, places if places and places > 0 else None, percent)
+    if decimals is not None:
+        decimals -= power
+    return Number(sign * value * Fraction(10) ** power, decimals if decimals and decimals > 0 else None, percent)
 
 
 def _integer(digits: str) -> int:

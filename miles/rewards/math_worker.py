@@ -96,16 +96,22 @@ def find_words(text: str) -> Words | None:
         text = plain_signs(text[-LONGEST_TAIL:].strip())
         anchor = text.lower().rfind("answer")
         tail = text[anchor + len("answer") :] if anchor >= 0 else ""
-        is_it = _IS.match(tail)
-        if is_it.end() and is_it.end() < len(tail):
-            marked = _MARKED.match(tail, is_it.end())
-            words = marked[0] if marked else _SENTENCE_END.split(tail[is_it.end() :], maxsplit=1)[0]
+        start = _end_of_is(tail)
+        if 0 < start < len(tail):
+            marked = _MARKED.match(tail, start)
+            words = marked[0] if marked else _SENTENCE_END.split(tail[start:], maxsplit=1)[0]
         else:
             words = text.rpartition("\n")[2]
     if words is None or len(words) > math_text.LONGEST:
         return None
     reading = read(words)
     return reading if isinstance(reading, Words) else Words(word_key(plain_signs(words)))
+
+
+def _end_of_is(text: str) -> int:
+    """Where the "is" ends that the text begins with; 0 without one."""
+    found = _IS.match(text)
+    return found.end() if found else 0
 
 
 def _candidate(text: str) -> str | None:
@@ -117,7 +123,7 @@ def _candidate(text: str) -> str | None:
     anchor = text.lower().rfind("answer")
     if anchor >= 0:
         tail = text[anchor + len("answer") :]
-        start = _IS.match(tail).end()
+        start = _end_of_is(tail)
         formulas = _formulas(tail)
         if formulas and tail.startswith(("$", r"\(", r"\["), start):
             return formulas[0]
@@ -247,7 +253,7 @@ def main() -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, time_limit_s)
         try:
-            result = {"reward": judge(request["label"], request["response"])}
+            result: dict[str, float | str] = {"reward": judge(request["label"], request["response"])}
         except Exception as error:  # whatever math-verify raises goes back to be counted as this sample's error
             result = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)

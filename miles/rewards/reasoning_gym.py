@@ -62,7 +62,9 @@ def find_answer(response: str) -> str:
 @functools.cache
 def _pool() -> WorkerPool:
     check_installed()  # a row may choose this reward in a run of another
-    packages = Path(importlib.util.find_spec("reasoning_gym").origin).parents[1]
+    spec = importlib.util.find_spec("reasoning_gym")
+    assert spec is not None and spec.origin is not None
+    packages = Path(spec.origin).parents[1]
     limits = (str(CPU_S), str(WALL_S), str(MEMORY_BYTES))
     return WorkerPool(
         "reasoning-gym-reward",

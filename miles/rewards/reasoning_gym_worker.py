@@ -89,6 +89,7 @@ def _read(reader: int, deadline: float) -> bytes:
 def _sandbox() -> Any:
     """miles.rewards.sandbox_child, without the package around it, which imports much else."""
     spec = importlib.util.spec_from_file_location("sandbox_child", Path(__file__).with_name("sandbox_child.py"))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

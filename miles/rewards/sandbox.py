@@ -107,6 +107,7 @@ class Confined:
     @property
     def output(self) -> IO[bytes]:
         """Its stdout."""
+        assert self.process.stdout is not None, "opened as a pipe"
         return self.process.stdout
 
     def __enter__(self) -> Self:
@@ -123,7 +124,7 @@ class Confined:
         self.process.wait()
         self._ended.set()
         self._watch.join()
-        self.process.stdout.close()
+        self.output.close()
         if self.process.stdin is not None:
             try:
                 self.process.stdin.close()

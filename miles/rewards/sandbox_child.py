@@ -24,6 +24,7 @@ import signal
 import struct
 import sys
 import types
+from typing import Any
 
 OPEN_FILES = 64
 
@@ -111,8 +112,8 @@ def _forbid_calls() -> None:
     for number, code in ((_CLONE3, errno.ENOSYS), (_IOCTL, errno.ENOTTY)):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _FAIL | code)]
     steps += [(_RETURN, 0, 0, _FAIL | errno.EPERM)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
-    program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(code)))
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(instructions)))
     _prctl("seccomp", _SET_SECCOMP, 2, ctypes.addressof(program))
 
 
@@ -150,6 +151,7 @@ def encode(value: object) -> object:
         return [encode(item) for item in list.__iter__(value)]
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in dict.items(value)]}
+    kind: Any
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [encode(item) for item in kind.__iter__(value)]}
@@ -158,7 +160,7 @@ def encode(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def decode(value: object) -> object:
+def decode(value: Any) -> Any:
     """The value that `encode` was given, in the built-in types."""
     if isinstance(value, list):
         return [decode(item) for item in value]
@@ -195,7 +197,7 @@ class Channel:
         self._out.write(json.dumps(message).encode() + b"\n")
         self._out.flush()
 
-    def receive(self) -> object:
+    def receive(self) -> Any:
         line = self._in.readline()
         if not line.endswith(b"\n"):
             raise EOFError("the other side is gone")
@@ -254,8 +256,9 @@ def run_tests(source: str, channel: Channel) -> None:
             if "raised" not in answer:
                 return decode(answer["value"])
             kind = vars(builtins).get(answer["raised"])
-            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_RAISED)
-            raise (kind if known else RuntimeError)(answer["text"])
+            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_RAISED):
+                raise kind(answer["text"])
+            raise RuntimeError(answer["text"])
 
         call.__name__ = name
         return call
@@ -266,7 +269,7 @@ def run_tests(source: str, channel: Channel) -> None:
     solution = types.ModuleType("solution")
     vars(solution).update(functions)
     sys.modules["solution"] = solution
-    namespace = {"__name__": "tests", **functions}
+    namespace: dict[str, Any] = {"__name__": "tests", **functions}
     try:
         exec(compile(source, "tests.py", "exec"), namespace)
         own = [name for name, value in namespace.items() if value is not functions.get(name)]
@@ -293,7 +296,7 @@ def main() -> None:
     with open(program, encoding="utf-8") as file:
         source = file.read()
     sys.set_int_max_str_digits(0)
-    builtins.exit = builtins.quit = sys.exit
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     if mode == "program":
         run_program(source)
     else:

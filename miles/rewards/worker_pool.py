@@ -47,6 +47,7 @@ class WorkerPool:
         worker = self._workers.get(me)
         if worker is None:
             worker = self._workers[me] = self._start_worker()
+        assert worker.stdin is not None and worker.stdout is not None, "opened as pipes"
         try:
             worker.stdin.write(json.dumps(request) + "\n")
             worker.stdin.flush()

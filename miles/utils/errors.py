@@ -54,8 +54,9 @@ def sentence_of(
     """
     cause = inside(error)
     if isinstance(cause, BaseExceptionGroup):
-        parts = [sentence_of(member, inside) for member in cause.exceptions]
-        if None in parts:
+        members = [sentence_of(member, inside) for member in cause.exceptions]
+        parts = [sentence for sentence in members if sentence is not None]
+        if len(parts) != len(members):
             return None
     elif isinstance(cause, UserError):
         parts = [str(cause)]

@@ -24,7 +24,8 @@ def as_json(value: Any, what: str) -> Any:
 
 def json_entries(values: Mapping[Any, Any], what: str) -> tuple[dict[Any, Any], str | None]:
     """`as_json` of those entries that have such a form, and what is wrong with the first of the others, or None."""
-    entries, problem = {}, None
+    entries: dict[Any, Any] = {}
+    problem: str | None = None
     for key, value in values.items():
         try:
             entries |= as_json({key: value}, what)

@@ -55,7 +55,7 @@ class LoopWatch:
             )
             _end_process()
             return
-        frame = sys._current_frames().get(self._loops_thread.ident)
+        frame = sys._current_frames().get(self._loops_thread.ident or 0)
         name = loaded_in(frame)
         logger.warning(
             "the event loop has stood still for %.0f s%s; nothing is generated or answered, and no time limit acts. "

@@ -16,7 +16,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
     Raises RuntimeError where there are fewer.
     """
-    found = []
+    found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
             return found
