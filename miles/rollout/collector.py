@@ -8,10 +8,10 @@ from typing import Any
 
 from miles.config import RunConfig
 from miles.rollout.engine_pool import EnginePool
-from miles.rollout.filter_hub.dynamic_sampling_filters import advice
+from miles.rollout.filter_hub.dynamic_sampling_filters import advice, keep_every_group
 from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally
-from miles.rollout.hooks import Hooks, keep_group, take_from_buffer
+from miles.rollout.hooks import Hooks
 from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress
 from miles.rollout.prompts.data_source import DataSource, take_groups
@@ -50,7 +50,7 @@ class Collector:
         config: the run's configuration.
         data: the prompts.
         pool: the engines.
-        hooks: `generate`, `dynamic_filter` and `buffer_filter` are used.
+        hooks: `generate`, `keep_group` and `take_from_buffer` are used.
         teacher: of on-policy distillation, or None.
     """
 
@@ -275,20 +275,20 @@ class Collector:
         (self._buffer.finished if outcome is Outcome.SURPLUS else self._buffer.unfinished).append(group)
 
     def _from_unfinished(self, count: int) -> list[Group]:
-        found: list[Group] = []
-        while len(found) < count and self._buffer.unfinished:
-            taken, thrown_away = take_from_buffer(
-                self._hooks, self._config, self._rollout_id, self._buffer.unfinished, count - len(found)
+        again: list[Group] = []
+        while len(again) < count and self._buffer.unfinished:
+            groups, thrown_away = self._hooks.take_from_buffer(
+                self._config, self._rollout_id, self._buffer.unfinished, count - len(again)
             )
-            for group in (*taken, *thrown_away):
+            for group in (*groups, *thrown_away):
                 self._ledger.take(group, new=False)
             for group in thrown_away:
                 self._ledger.settle(group, Outcome.FILTERED)
-            if not taken:
+            if not groups:
                 break
             # What is stale is in the buffer again then, without the responses that made it so.
-            found += [group for group in taken if not self._refuses_stale(group)]
-        return found
+            again += [group for group in groups if not self._refuses_stale(group)]
+        return again
 
     async def _finished_groups(self) -> list[Group]:
         """The groups that came to an end since the last call; waits for one, or for `_look_for_room`."""
@@ -312,7 +312,7 @@ class Collector:
         if all(sample.status is Sample.Status.FAILED for sample in group):
             self._refuse(group, Outcome.FAILED)
             return False
-        decision = keep_group(self._hooks, self._config, group)
+        decision = self._hooks.keep_group(self._config, group)
         if not decision.keep:
             self._drops[(decision.reason or "unnamed").replace("/", "_")] += 1
             self._refuse(group, Outcome.FILTERED)
@@ -371,7 +371,7 @@ class Collector:
 
     def _metrics(self) -> dict[str, float]:
         metrics = self._ledger.close(self._running, len(self._buffer)) | self._pool.take_metrics()
-        if self._hooks.dynamic_filter is not None:
+        if self._hooks.keep_group is not keep_every_group:
             judged = self._passed + self._drops.total()
             if judged:
                 metrics["rollout/dynamic_filter/keep_ratio"] = self._passed / judged

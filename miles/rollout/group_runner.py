@@ -10,7 +10,7 @@ from miles.config import RunConfig
 from miles.rewards import RewardCounts, check_errors, compute_rewards, has_reward
 from miles.rollout.engine_pool import EnginePool, EnginesLost, RequestFailed
 from miles.rollout.generate import Sampling
-from miles.rollout.hooks import Hooks, generate_pieces
+from miles.rollout.hooks import Hooks
 from miles.rollout.progress import Progress
 from miles.rollout.sample_buffer import ASKED, Group, as_asked, trajectories
 from miles.rollout.teacher import Teacher
@@ -177,7 +177,7 @@ class GroupRunner:
         try:
             with self._pool.active(should_stop):
                 # A copy, so that the group can be saved, and the sample be asked again, whatever becomes of it.
-                pieces = await generate_pieces(self._hooks.generate, self._config, copy.deepcopy(asked), parameters)
+                pieces = await self._hooks.generate(self._config, copy.deepcopy(asked), parameters)
         # A generate function is foreign code: what it raises is counted, and stops the run above a bound.
         except Exception as error:
             if isinstance(lost := error.__cause__, EnginesLost):

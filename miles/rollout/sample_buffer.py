@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from miles.config import RunConfig
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -34,6 +35,15 @@ def is_stale(group: Group, version: int | None, limit: int | None) -> bool:
         return False
     versions = (sample.oldest_weight_version for sample in group)
     return any(oldest is not None and version - oldest > limit for oldest in versions)
+
+
+def oldest_first(
+    config: RunConfig, rollout_id: int, buffer: list[Group], num_groups: int
+) -> tuple[list[Group], list[Group]]:
+    """Take at most `num_groups` groups out of `buffer`, in place; returns them, and those thrown away: none."""
+    oldest = buffer[:num_groups]
+    del buffer[:num_groups]
+    return oldest, []
 
 
 class SampleBuffer:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
 
+from miles.config import RunConfig
 from miles.config.names import nearest
 from miles.training.batch import TrainBatch
 from miles.utils.errors import UserError
@@ -27,7 +28,7 @@ def train_data(samples: Sequence[Sample], rewards: Sequence[float] | None) -> di
 
     Args:
         samples: finished.
-        rewards: what each is trained with (`miles.rollout.hooks.shaped_rewards`); None for supervised samples.
+        rewards: what each is trained with (`miles.rollout.reward_shaping.shaped_rewards`); None for supervised samples.
     """
     counted = [not sample.remove_sample and (rewards is None or sample.reward is not None) for sample in samples]
     masks = [[1] * s.response_length if s.loss_mask is None else list(s.loss_mask) for s in samples]
@@ -47,6 +48,33 @@ def train_data(samples: Sequence[Sample], rewards: Sequence[float] | None) -> di
         data["rewards"] = list(rewards)
         data["raw_reward"] = [sample.reward for sample in samples]
     return data
+
+
+def train_batch(
+    config: RunConfig, samples: Sequence[Sample], raw: Sequence[float | None] | None, rewards: Sequence[float] | None
+) -> TrainBatch:
+    """The training batch of a rollout.
+
+    Args:
+        config: the run's configuration.
+        samples: finished.
+        raw: the reward of each before it was shaped, None where it has none that counts; None for supervised samples.
+        rewards: what each is trained with; None for supervised samples.
+    """
+    batch = TrainBatch.from_samples(samples, rewards)
+    if raw is None:
+        return batch
+    return batch.with_columns(raw_reward=[float("nan") if reward is None else reward for reward in raw])
+
+
+def check_log_probs(samples: Sequence[Sample]) -> None:
+    """Raise UserError where samples that an engine wrote have no log-probabilities."""
+    missing = [sample.index for sample in samples if sample.rollout_log_probs is None]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(samples)} samples have no rollout_log_probs, sample {missing[0]} first: what "
+            "generates a sample must set them, one a response token"
+        )
 
 
 def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: bool) -> TrainBatch:

@@ -26,7 +26,7 @@ from miles.rollout.collector import Collected, Collector
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.evaluate import Evaluator, evaluation_metrics
 from miles.rollout.group_runner import GroupRunner
-from miles.rollout.hooks import Hooks, filter_samples, load_hooks, log_eval, run_eval, run_rollout, show_all_samples
+from miles.rollout.hooks import Hooks, load_hooks
 from miles.rollout.prompts.data_source import errors_of_source, load_data_source, take_groups
 from miles.rollout.sample_io import load_samples, save_samples
 from miles.rollout.sessions.server import close_servers
@@ -170,17 +170,17 @@ class RolloutManager:
         metrics: dict[str, float] = {}
         if hooks.rollout is not None:
             with nullcontext() if self._pool is None else self._pool.active():
-                output = await run_rollout(hooks, config, rollout_id, self._data)
+                output = await hooks.rollout(config, rollout_id, self._data)
             groups, metrics = output.samples, dict(output.metrics)
-            show_all_samples(hooks, config, groups, self._data)
+            hooks.show_all_samples(config, groups, self._data)
         elif self._collector is None:
             groups = take_groups(config, self._data, config.rollout_batch_size)
             sft_samples(groups, self._tokenizer)
         else:
             collected = await self._collected(rollout_id, version)
-            show_all_samples(hooks, config, collected.all_groups, self._data)
+            hooks.show_all_samples(config, collected.all_groups, self._data)
             groups, metrics = collected.groups, dict(collected.metrics)
-        filter_samples(hooks, config, groups)
+        hooks.filter_samples(config, groups)
         await self._dump(rollout_id, groups, None)
         return groups, metrics
 
@@ -232,19 +232,19 @@ class RolloutManager:
             if self._taken is not None:
                 self._collector.pause()
             try:
-                if hooks.eval is None:
+                if hooks.evaluate is None:
                     output = await self._evaluator.run(rollout_id, self._evaluation_runner)
                     metrics = dict(output.metrics)
                 else:
                     with nullcontext() if self._pool is None else self._pool.active():
-                        output = await run_eval(hooks, config, rollout_id, self._data)
+                        output = await hooks.evaluate(config, rollout_id, self._data)
                     metrics = evaluation_metrics(config, output.data) | dict(output.metrics)
             finally:
                 if self._taken is not None:
                     self._collector.resume()
         for name, samples in output.data.items():
             await self._dump(rollout_id, [samples], f"{name}-before_train" if before_training else name)
-        return {} if log_eval(hooks, config, rollout_id, output.data, metrics) else metrics
+        return {} if hooks.log_eval(config, rollout_id, output.data, metrics) else metrics
 
     def _evaluation_runner(self, hooks: Hooks) -> GroupRunner:
         # What generates looks for the limit where a rollout has it.
@@ -308,7 +308,7 @@ class RolloutManager:
         What they send from then on, until the next rollout or evaluation, is cut off at once.
         """
         hooks, pool = self._hooks, self._pool
-        fields = {"rollout_function_path": hooks.rollout, "eval_function_path": hooks.eval}
+        fields = {"rollout_function_path": hooks.rollout, "eval_function_path": hooks.evaluate}
         fields["custom_generate_function_path"] = hooks.generate
         flags = [flag_of(field) for field, function in fields.items() if function is not None]
         if pool is None or not flags or self._cut_off:

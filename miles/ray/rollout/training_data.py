@@ -7,8 +7,9 @@ import ray
 
 from miles.config import RunConfig
 from miles.rewards import has_reward
-from miles.rollout.hooks import Hooks, log_rollout, shaped_rewards, train_batch
+from miles.rollout.hooks import Hooks
 from miles.rollout.metrics import rollout_metrics
+from miles.rollout.train_data import check_log_probs
 from miles.training.batch import TrainBatch
 from miles.training.schedule import plan_for, shard
 from miles.utils.types import Sample
@@ -44,12 +45,14 @@ def training_data(
     """
     samples = [sample for group in groups for sample in group]
     check_complete(samples, config.samples_per_rollout)
-    raw, rewards = shaped_rewards(hooks, config, samples) if config.learns_from_samples else (None, None)
+    raw, rewards = hooks.shape_rewards(config, samples) if config.learns_from_samples else (None, None)
     metrics = rollout_metrics(samples, rewards if has_reward(config) else None, raw) | dict(known)
-    if log_rollout(hooks, config, rollout_id, samples, metrics, seconds):
+    if hooks.log_rollout(config, rollout_id, samples, metrics, seconds):
         # The step line and the times of a run need none of these.
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/")}
-    batch = train_batch(hooks, config, samples, raw, rewards)
+    if rewards is not None:
+        check_log_probs(samples)
+    batch = hooks.make_batch(config, samples, raw, rewards)
     stale = {sample.trajectory for sample in samples if _is_stale(sample, version)}
     if stale:
         # By trajectory: a convert hook may make other rows of one.

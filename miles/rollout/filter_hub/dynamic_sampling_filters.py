@@ -16,6 +16,11 @@ NestedSamples = Iterable["Sample | NestedSamples"]
 NO_REWARD, ONE_REWARD, SAME_REWARD = "no_reward", "one_reward", "zero_std_"
 
 
+def keep_every_group(config: RunConfig, samples: NestedSamples) -> DynamicFilterOutput:
+    """Miles' own where no filter is given."""
+    return DynamicFilterOutput(keep=True)
+
+
 def check_reward_nonzero_std(config: RunConfig, samples: NestedSamples) -> DynamicFilterOutput:
     """Keep a group whose rewards differ by more than rounding (`all_same`): equal ones teach nothing.
 

@@ -17,20 +17,7 @@ from miles.engines.client import SGLangClient
 from miles.rewards import compute_rewards, load_reward
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
-from miles.rollout.hooks import (
-    filter_samples,
-    generate_pieces,
-    keep_group,
-    load_hooks,
-    log_eval,
-    log_rollout,
-    run_eval,
-    run_rollout,
-    shaped_rewards,
-    show_all_samples,
-    take_from_buffer,
-    train_batch,
-)
+from miles.rollout.hooks import load_hooks
 from miles.rollout.prompts.data_source import load_data_source, take_groups
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import postprocessed
@@ -90,7 +77,7 @@ async def test_rollout(configured, pool, tokenizer):
     config = configured("rollout")
     data = load_data_source(config, tokenizer)
     with pool.active():
-        output = await run_rollout(load_hooks(config), config, 0, data)
+        output = await load_hooks(config).rollout(config, 0, data)
     assert output.metrics == {"rollout/groups_answered": 4.0}
     assert data.state_dict()["group_index"] == 2
     assert all(sample.reward is not None for group in output.samples for sample in group)
@@ -99,7 +86,7 @@ async def test_rollout(configured, pool, tokenizer):
 async def test_evaluation(configured, pool):
     config = configured("evaluation")
     with pool.active():
-        output = await run_eval(load_hooks(config), config, 0, None)
+        output = await load_hooks(config).evaluate(config, 0, None)
     assert [sample.prompt for sample in output.data["seen"]] == ["a", "ab", "abc", "abcd"]
 
 
@@ -110,9 +97,7 @@ async def test_generate(configured, pool):
 
     async def answer(sample):
         with pool.active():
-            (answered,) = await generate_pieces(
-                load_hooks(config).generate, config, sample, sampling.parameters(sample)
-            )
+            (answered,) = await load_hooks(config).generate(config, sample, sampling.parameters(sample))
         assert answered is sample
         return sample
 
@@ -145,14 +130,14 @@ def test_reward_post_process(configured):
     config = configured("reward_post_process")
     samples = four_samples()
     samples[3].reward = None
-    assert shaped_rewards(load_hooks(config), config, samples) == ([1.0, 0.0, 0.0, None], [0.5, -0.5, -0.5, 0.0])
+    assert load_hooks(config).shape_rewards(config, samples) == ([1.0, 0.0, 0.0, None], [0.5, -0.5, -0.5, 0.0])
 
 
 def test_dynamic_filter(configured):
     config = configured("dynamic_filter")
     hooks = load_hooks(config)
-    assert keep_group(hooks, config, [finished(0, 0), finished(1, 0, 0.0)]).keep
-    refused = keep_group(hooks, config, [finished(0, 0), finished(1, 0)])
+    assert hooks.keep_group(config, [finished(0, 0), finished(1, 0, 0.0)]).keep
+    refused = hooks.keep_group(config, [finished(0, 0), finished(1, 0)])
     assert (refused.keep, refused.reason) == (False, "all_right")
 
 
@@ -160,16 +145,16 @@ def test_buffer_filter(configured):
     config = configured("buffer_filter")
     buffer = [[finished(0, 0)], [Sample(group_index=1, index=1, tokens=[1])], [finished(2, 2), finished(3, 2)]]
     none, one, two = buffer[1], buffer[0], buffer[2]
-    assert take_from_buffer(load_hooks(config), config, 0, buffer, 2) == ([one, two], [])
+    assert load_hooks(config).take_from_buffer(config, 0, buffer, 2) == ([one, two], [])
     assert buffer == [none]
-    assert take_from_buffer(load_hooks(config), config, 0, buffer, 2) == ([none], [])
+    assert load_hooks(config).take_from_buffer(config, 0, buffer, 2) == ([none], [])
 
 
 def test_sample_filter(configured):
     config = configured("sample_filter")
     groups = two_groups()
     groups[1][0].status = Sample.Status.TRUNCATED
-    filter_samples(load_hooks(config), config, groups)
+    load_hooks(config).filter_samples(config, groups)
     assert [[sample.remove_sample for sample in group] for group in groups] == [[False, False], [True, False]]
 
 
@@ -178,7 +163,7 @@ def test_all_samples(configured, tmp_path):
     groups = two_groups()
     groups[0][0].prompt = "what?"
     groups[1][0].reward = groups[1][1].reward = None
-    show_all_samples(load_hooks(config), config, groups, None)
+    load_hooks(config).show_all_samples(config, groups, None)
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert lines == [{"prompt": "what?", "mean_reward": 0.5}, {"prompt": "", "mean_reward": None}]
 
@@ -189,8 +174,8 @@ def test_convert(configured):
     samples[0].tokens, samples[0].response_length = [1] * 8, 6
     samples[0].loss_mask, samples[0].rollout_log_probs = [0, 1, 1, 1, 1, 1], [-1.0] * 6
     hooks = load_hooks(config)
-    raw, rewards = shaped_rewards(hooks, config, samples)
-    batch = train_batch(hooks, config, samples, raw, rewards)
+    raw, rewards = hooks.shape_rewards(config, samples)
+    batch = hooks.make_batch(config, samples, raw, rewards)
     assert batch["loss_masks"].tolist() == [0, 1, 1, 1, 0, 0, *[1] * 6]
     assert batch["rewards"].tolist() == pytest.approx(rewards)
 
@@ -199,13 +184,13 @@ def test_log_rollout(configured, capsys):
     config = configured("log_rollout")
     samples = four_samples()
     samples[0].response, samples[1].reward = "good", None
-    assert log_rollout(load_hooks(config), config, 2, samples, {}, 1.25) is False
+    assert load_hooks(config).log_rollout(config, 2, samples, {}, 1.25) is False
     assert capsys.readouterr().out == "rollout 2, 4 samples in 1.2 s; reward 1.0: 'good'\n"
 
 
 def test_log_eval(configured, capsys):
     config = configured("log_eval")
-    assert log_eval(load_hooks(config), config, 2, {"sums": four_samples()}, {}) is False
+    assert load_hooks(config).log_eval(config, 2, {"sums": four_samples()}, {}) is False
     assert capsys.readouterr().out == "evaluation sums after rollout 2: 1 of 4 right\n"
 
 

@@ -8,6 +8,7 @@ import pytest
 from miles.rollout.engine_pool import RequestFailed
 from miles.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from miles.rollout.hooks import Hooks
+from miles.rollout.user_functions import buffer_filter, dynamic_filter
 from miles.utils.errors import UserError
 from miles.utils.user_code import FunctionFailed, guarded
 from tests.fast.rollout.collecting import SIZE, counts, make, members, numbers, small_rollouts, waiting
@@ -83,7 +84,7 @@ async def test_only_the_newest_weights_are_trained_on(config):
 async def test_refused_groups_are_replaced_as_a_whole(config):
     """Groups 0 and 2 have equal rewards."""
     pool = FakePool(lambda sample: "b" if sample.index in (3, 7, 9) else "a")
-    hooks = Hooks(dynamic_filter=check_reward_nonzero_std)
+    hooks = Hooks(keep_group=dynamic_filter(check_reward_nonzero_std))
     collected = await make(config, pool, hooks).collect(0, None)
     assert pool.requests == [members(0), members(1), members(2), members(3)]
     assert numbers(collected.groups) == [1, 3] and numbers(collected.all_groups) == [0, 1, 2, 3]
@@ -95,7 +96,9 @@ async def test_refused_groups_are_replaced_as_a_whole(config):
 
 async def test_a_filter_that_keeps_nothing_ends_the_run_with_numbers(config):
     before, pool = asyncio.all_tasks(), FakePool()
-    collector = make(config, pool, Hooks(dynamic_filter=check_reward_nonzero_std), dynamic_sampling_max_batches=3)
+    collector = make(
+        config, pool, Hooks(keep_group=dynamic_filter(check_reward_nonzero_std)), dynamic_sampling_max_batches=3
+    )
     with pytest.raises(UserError) as caught:
         await collector.collect(7, None)
     assert (
@@ -117,7 +120,7 @@ async def test_a_filter_that_raises_ends_the_run(config):
 
     before = asyncio.all_tasks()
     refuse = guarded("--dynamic-sampling-filter-path my.filter", refuse)
-    collector = make(config, FakePool(), Hooks(dynamic_filter=refuse))
+    collector = make(config, FakePool(), Hooks(keep_group=dynamic_filter(refuse)))
     with pytest.raises(FunctionFailed, match="--dynamic-sampling-filter-path my.filter failed: KeyError: 'mine'"):
         await collector.collect(0, None)
     assert asyncio.all_tasks() == before and waiting(collector) == ([], [0, 1])
@@ -196,7 +199,9 @@ async def test_a_buffer_filter_chooses(config):
         return [buffer.pop()] if buffer else []
 
     pool = FakePool(lambda sample: None if sample.group_index in (0, 1, 2) else "a")
-    collector = make(config, pool, Hooks(buffer_filter=newest), over_sampling_batch_size=5, partial_rollout=True)
+    collector = make(
+        config, pool, Hooks(take_from_buffer=buffer_filter(newest)), over_sampling_batch_size=5, partial_rollout=True
+    )
     await collector.collect(0, None)
     assert waiting(collector) == ([], [0, 1, 2])
     pool.plan = lambda sample: "a"
@@ -279,6 +284,6 @@ async def test_a_data_source_that_repeats_itself_is_refused(config):
             return super().get_samples(num_groups)
 
     pool = FakePool(lambda sample: None if sample.group_index == 0 else "b")
-    collector = make(config, pool, Hooks(dynamic_filter=check_reward_nonzero_std), prompts=Same(SIZE))
+    collector = make(config, pool, Hooks(keep_group=dynamic_filter(check_reward_nonzero_std)), prompts=Same(SIZE))
     with pytest.raises(ValueError, match="handed out group_index 0 twice"):
         await collector.collect(0, None)

@@ -6,6 +6,7 @@ import pytest
 
 from miles.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from miles.rollout.hooks import Hooks
+from miles.rollout.user_functions import dynamic_filter
 from miles.utils.errors import UserError
 from tests.fast.rollout.collecting import SIZE, counts, make, members, numbers, small_rollouts, waiting
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts, settle
@@ -171,7 +172,9 @@ async def test_background_errors_come_out(background, caplog):
 
 
 async def test_background_that_keeps_nothing_ends_the_run(background):
-    collector = background(FakePool(), Hooks(dynamic_filter=check_reward_nonzero_std), dynamic_sampling_max_batches=2)
+    collector = background(
+        FakePool(), Hooks(keep_group=dynamic_filter(check_reward_nonzero_std)), dynamic_sampling_max_batches=2
+    )
     with pytest.raises(UserError, match=r"tried 4 groups .* has 0 of the 2"):
         await collector.take(0, None)
 

@@ -12,6 +12,7 @@ from miles.rollout.base_types import DynamicFilterOutput
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.hooks import Hooks
+from miles.rollout.user_functions import dynamic_filter
 from miles.utils.types import Sample
 
 CONTEXT = 300
@@ -119,7 +120,7 @@ async def test_filtered_groups_are_replaced_and_surplus_is_kept(make):
     def odd(config, samples):
         return DynamicFilterOutput(samples[0].group_index % 2 == 1, "even")
 
-    collector = make([LONG] * 12, Hooks(dynamic_filter=odd), over_sampling_batch_size=3)
+    collector = make([LONG] * 12, Hooks(keep_group=dynamic_filter(odd)), over_sampling_batch_size=3)
     first = await collector.collect(0, None)
     second = await collector.collect(1, None)
     trained = numbers(first.groups) + numbers(second.groups)

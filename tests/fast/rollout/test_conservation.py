@@ -12,6 +12,7 @@ from miles.rollout.base_types import DynamicFilterOutput
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import RequestFailed
 from miles.rollout.hooks import Hooks
+from miles.rollout.user_functions import dynamic_filter
 from tests.fast.rollout.fake_pool import FakePool, FakePrompts
 
 CALM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -40,7 +41,9 @@ def make(config, plan, pool, prompts):
         "rollout_sample_retries": 1,
         "dynamic_sampling_max_batches": 1000,
     }
-    return Collector(config.model_copy(update=plan | update), prompts, pool, Hooks(dynamic_filter=keep_some))
+    return Collector(
+        config.model_copy(update=plan | update), prompts, pool, Hooks(keep_group=dynamic_filter(keep_some))
+    )
 
 
 def act(pool, random):

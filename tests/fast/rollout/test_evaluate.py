@@ -14,6 +14,7 @@ from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks
 from miles.rollout.prompts.data_source import RolloutDataSource
+from miles.rollout.user_functions import generate as user_generate
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -146,7 +147,7 @@ def generating(monkeypatch):
     """Let `shouts` be another function, by the path of the same name."""
 
     def replace(function):
-        load = lambda config, path, flag: guarded(f"{flag} {path}", function)  # noqa: E731
+        load = lambda config, path, flag: user_generate(guarded(f"{flag} {path}", function))  # noqa: E731
         monkeypatch.setattr(evaluate, "load_generate", load)
         return {"custom_generate_function_path": "my.function"}
 

@@ -97,4 +97,4 @@ def test_lists_in_lists_are_looked_into():
 def test_they_are_given_by_path(engine_config, name):
     path = f"miles.rollout.filter_hub.dynamic_sampling_filters.{name}"
     hooks = load_hooks(engine_config.model_copy(update={"dynamic_sampling_filter_path": path}))
-    assert hooks.dynamic_filter.__name__ == name
+    assert hooks.keep_group.args[1].__name__ == name

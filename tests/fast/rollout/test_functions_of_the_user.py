@@ -11,21 +11,7 @@ import pytest
 from miles.config.run_config import RunConfig
 from miles.rewards import compute_rewards, load_reward
 from miles.rollout.generate_hub import agentic_tool_call
-from miles.rollout.hooks import (
-    filter_samples,
-    generate_pieces,
-    keep_group,
-    load_generate,
-    load_hooks,
-    log_eval,
-    log_rollout,
-    run_eval,
-    run_rollout,
-    shaped_rewards,
-    show_all_samples,
-    take_from_buffer,
-    train_batch,
-)
+from miles.rollout.hooks import load_generate, load_hooks
 from miles.rollout.prompts.data_source import load_data_source, take_groups
 from miles.rollout.sessions.tool_calls import ToolCall, execute, load_execute_tool, specs_of_path
 from miles.training.custom import load_custom_loss, load_custom_tis
@@ -93,31 +79,31 @@ def at_once(load, count):
 
 # By field: what of the module it names, and a call of it, which loads it first.
 CALLS = {
-    "rollout_function_path": ("plain", with_hooks(lambda hooks, config: run_rollout(hooks, config, 0, None))),
-    "eval_function_path": ("waits", with_hooks(lambda hooks, config: run_eval(hooks, config, 0, None))),
+    "rollout_function_path": ("plain", with_hooks(lambda hooks, config: hooks.rollout(config, 0, None))),
+    "eval_function_path": ("waits", with_hooks(lambda hooks, config: hooks.evaluate(config, 0, None))),
     "custom_generate_function_path": (
         "waits",
-        with_hooks(lambda hooks, config: generate_pieces(hooks.generate, config, Sample(), {})),
+        with_hooks(lambda hooks, config: hooks.generate(config, Sample(), {})),
     ),
-    "dynamic_sampling_filter_path": ("plain", with_hooks(lambda hooks, config: keep_group(hooks, config, []))),
-    "buffer_filter_path": ("plain", with_hooks(lambda hooks, config: take_from_buffer(hooks, config, 0, [], 1))),
-    "rollout_sample_filter_path": ("plain", with_hooks(lambda hooks, config: filter_samples(hooks, config, []))),
+    "dynamic_sampling_filter_path": ("plain", with_hooks(lambda hooks, config: hooks.keep_group(config, []))),
+    "buffer_filter_path": ("plain", with_hooks(lambda hooks, config: hooks.take_from_buffer(config, 0, [], 1))),
+    "rollout_sample_filter_path": ("plain", with_hooks(lambda hooks, config: hooks.filter_samples(config, []))),
     "rollout_all_samples_process_path": (
         "plain",
-        with_hooks(lambda hooks, config: show_all_samples(hooks, config, [], None)),
+        with_hooks(lambda hooks, config: hooks.show_all_samples(config, [], None)),
     ),
-    "custom_reward_post_process_path": ("plain", with_hooks(lambda hooks, config: shaped_rewards(hooks, config, []))),
+    "custom_reward_post_process_path": ("plain", with_hooks(lambda hooks, config: hooks.shape_rewards(config, []))),
     "custom_convert_samples_to_train_data_path": (
         "plain",
-        with_hooks(lambda hooks, config: train_batch(hooks, config, [], [], [])),
+        with_hooks(lambda hooks, config: hooks.make_batch(config, [], [], [])),
     ),
     "custom_rollout_log_function_path": (
         "plain",
-        with_hooks(lambda hooks, config: log_rollout(hooks, config, 0, [], {}, 1.0)),
+        with_hooks(lambda hooks, config: hooks.log_rollout(config, 0, [], {}, 1.0)),
     ),
     "custom_eval_rollout_log_function_path": (
         "plain",
-        with_hooks(lambda hooks, config: log_eval(hooks, config, 0, {}, {})),
+        with_hooks(lambda hooks, config: hooks.log_eval(config, 0, {}, {})),
     ),
     "rollout_data_postprocess_path": (
         "plain",

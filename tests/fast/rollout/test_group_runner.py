@@ -9,6 +9,7 @@ from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import GroupRunner, mask_older_versions, run_groups
 from miles.rollout.hooks import Hooks
 from miles.rollout.sample_buffer import SampleBuffer
+from miles.rollout.user_functions import generate as user_generate
 from miles.training.batch import TrainBatch
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -97,7 +98,7 @@ async def test_lost_engines_end_the_run(config):
         raise EnginesLost("gone")
 
     with pytest.raises(EnginesLost):
-        await run(config, FakePool(), Hooks(generate=guarded("--flag my.function", answering(lost))))
+        await run(config, FakePool(), Hooks(generate=user_generate(guarded("--flag my.function", answering(lost)))))
 
 
 async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
@@ -111,7 +112,7 @@ async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
         sample.tokens.pop()
         return "a"
 
-    runner, group = await run(config, FakePool(), Hooks(generate=answering(answer)))
+    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(answering(answer))))
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert statuses(group) == [COMPLETED, COMPLETED, COMPLETED, FAILED]
     assert group[3].tokens == [1, 2]
@@ -127,7 +128,7 @@ async def test_a_generate_function_that_would_end_the_loop_fails_alone(config, e
         return "a"
 
     generate = guarded("--custom-generate-function-path my.function", answering(ends_all))
-    runner, group = await run(config, FakePool(), Hooks(generate=generate))
+    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
     assert statuses(group) == [COMPLETED, COMPLETED, FAILED, COMPLETED]
     assert [sample.reward for sample in group] == [1, 1, None, 1]
     assert "sample 2 of group 0: --custom-generate-function-path my.function failed: " in runner.tally.first_failure
@@ -140,7 +141,7 @@ async def test_a_prompt_that_a_generate_function_rewrote_is_asked_as_it_was(conf
         sample.loss_mask, sample.rollout_log_probs = [1], [-0.5]
         return sample
 
-    _, group = await run(config, FakePool(), Hooks(generate=rewriting))
+    _, group = await run(config, FakePool(), Hooks(generate=user_generate(rewriting)))
     buffer = SampleBuffer()
     buffer.ask_again(group)
     assert [(sample.tokens, sample.metadata) for sample in buffer.unfinished[0]] == [([1, 2], {})] * 4
@@ -170,7 +171,7 @@ async def test_several_pieces_share_the_reward_of_the_last(config):
         pieces[0].tokens = [9, 9, 9, *pieces[0].tokens]  # a prompt of its own
         return pieces
 
-    _, group = await run(config, FakePool(), Hooks(generate=generate))
+    _, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
     assert [sample.trajectory for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [sample.reward for sample in group] == [1.0] * 8
     TrainBatch.from_samples(group, [0.0] * 8)
@@ -188,7 +189,7 @@ async def test_a_reward_that_the_generate_function_set_stays(config):
         sample.reward = 0.25
         return await answering(lambda _: asyncio.sleep(0, "a"))(config, sample, sampling_params)
 
-    runner, group = await run(config, FakePool(), Hooks(generate=generate))
+    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
     assert [sample.reward for sample in group] == [0.25] * 4 and not runner.tally.rewards
 
 
@@ -199,7 +200,7 @@ async def test_aborted_by_nobody_is_a_failure(config):
         sample.status = ABORTED
         return sample
 
-    runner, group = await run(config, FakePool(), Hooks(generate=generate))
+    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
     assert statuses(group) == [FAILED] * 4
     assert "returned it as aborted, and nothing had cut it off" in runner.tally.first_failure
 
@@ -255,7 +256,7 @@ async def test_a_generate_function_is_not_called_while_the_pool_is_held(config):
         return sample
 
     await pool.hold()
-    task = asyncio.create_task(run(config, pool, Hooks(generate=generate)))
+    task = asyncio.create_task(run(config, pool, Hooks(generate=user_generate(generate))))
     await settle()
     assert not pool.requests
     pool.release()
@@ -272,7 +273,7 @@ async def test_a_generate_function_that_was_cut_off_goes_on(config, partial):
         await pool.complete([sample], [sampling_params])
         return sample
 
-    task = asyncio.create_task(run(config, pool, Hooks(generate=generate)))
+    task = asyncio.create_task(run(config, pool, Hooks(generate=user_generate(generate))))
     await settle()
     await pool.hold()
     pool.version, pool.plan = "2", lambda sample: "a"
@@ -292,7 +293,7 @@ async def test_a_group_can_be_saved_while_a_generate_function_is_at_work(config)
         return "a"
 
     group = FakePrompts(4).get_samples(1)[0]
-    task = asyncio.create_task(run(config, FakePool(), Hooks(generate=answering(answer)), group=group))
+    task = asyncio.create_task(run(config, FakePool(), Hooks(generate=user_generate(answering(answer))), group=group))
     await settle()
     assert [(sample.tokens, sample.status.value) for sample in group] == [([1, 2], "pending")] * 4
     busy.set()
@@ -302,7 +303,9 @@ async def test_a_group_can_be_saved_while_a_generate_function_is_at_work(config)
 async def test_a_cancelled_group_leaves_no_task(config):
     before = asyncio.all_tasks()
     pool = FakePool(lambda sample: None)
-    task = asyncio.create_task(run(config, pool, Hooks(generate=answering(lambda sample: asyncio.sleep(1000)))))
+    task = asyncio.create_task(
+        run(config, pool, Hooks(generate=user_generate(answering(lambda sample: asyncio.sleep(1000)))))
+    )
     await settle()
     assert len(asyncio.all_tasks()) > len(before) + 4
     task.cancel()

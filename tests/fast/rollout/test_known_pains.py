@@ -10,9 +10,11 @@ from miles.rewards import BUILT_IN, compute_rewards
 from miles.rollout.answers import Answer, extend
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool
-from miles.rollout.hooks import Hooks, shaped_rewards
+from miles.rollout.hooks import Hooks
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.prompts.data_source import RolloutDataSource
+from miles.rollout.reward_shaping import shaped_rewards
+from miles.rollout.user_functions import dynamic_filter
 from miles.utils.types import Sample
 
 END = 259  # <|end|> of the byte tokenizer
@@ -68,7 +70,7 @@ def test_rewards_are_shown_as_they_were_before_shaping(engine_config):
         Sample(group_index=0, index=i, tokens=[1, 2], response_length=1, loss_mask=[1], reward=float(i))
         for i in range(4)
     ]
-    raw, shaped = shaped_rewards(Hooks(), engine_config, samples)
+    raw, shaped = shaped_rewards(engine_config, samples)
     assert sum(shaped) == pytest.approx(0) and shaped != list(raw)
     assert [sample.reward for sample in samples] == [0, 1, 2, 3] and list(raw) == [0, 1, 2, 3]
     assert rollout_metrics(samples, shaped)["rollout/raw_reward"] == 1.5
@@ -103,7 +105,7 @@ class Rollouts:
         self.client = UnevenClient(url)
         self.data = RolloutDataSource(self.config, tokenizer)
         pool = EnginePool(self.config, [self.client], 12, tokenizer, self.check_engines)
-        hooks = Hooks(dynamic_filter=lambda config, samples: samples[0].group_index % 4 != 3)
+        hooks = Hooks(keep_group=dynamic_filter(lambda config, samples: samples[0].group_index % 4 != 3))
         self.collector = Collector(self.config, self.data, pool, hooks)
         self.collected = []
 

@@ -1,4 +1,4 @@
-"""From finished groups to shards and metrics; what hooks return is tested in tests/fast/rollout/test_hooks.py."""
+"""From finished groups to shards and metrics; hooks are seen in tests/fast/rollout/test_user_functions.py."""
 
 import itertools
 
@@ -6,7 +6,8 @@ import pytest
 
 from miles.ray.rollout.training_data import check_complete, training_data
 from miles.rewards import RewardCounts, check_errors
-from miles.rollout.hooks import Hooks, shaped_rewards
+from miles.rollout.hooks import Hooks
+from miles.rollout.user_functions import log_rollout
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -34,7 +35,7 @@ def test_rewards_are_shaped_by_the_estimator(engine_flags, flags, expected):
         Sample(index=3, group_index=1, reward=5.0),
         Sample(index=4, group_index=1, reward=None),
     ]
-    raw, shaped = shaped_rewards(Hooks(), config, samples)
+    raw, shaped = Hooks().shape_rewards(config, samples)
     assert raw == [3, 3, 1, 5, None] and shaped == pytest.approx(expected, abs=1e-4)
 
 
@@ -108,10 +109,17 @@ def test_a_log_function_sees_all_and_may_leave_out_what_is_said_of_a_rollout(eng
 
     groups, known = groups_of([1.0, 0.0, 1.0, 0.0], [1.0] * 4, [0.0] * 4, [1.0] * 4), {"perf/rollout_time": 2.0}
     for leave_out in (False, True):
-        result = training_data(config, Hooks(log_rollout=log), 5, groups, None, known, 2.0)
+        result = training_data(config, Hooks(log_rollout=log_rollout(log)), 5, groups, None, known, 2.0)
         assert ("rollout/raw_reward" in result.metrics) != leave_out
         assert result.metrics["perf/rollout_time"] == 2.0
     assert seen == [(5, 16, 10 / 16, 2.0)] * 2
+
+
+def test_a_rollout_without_log_probs_is_refused(engine_flags, put):
+    groups = groups_of(*[[1.0, 0.0, 1.0, 0.0]] * 4)
+    groups[0][1].rollout_log_probs = groups[0][2].rollout_log_probs = None
+    with pytest.raises(ValueError, match="2 of 16 samples have no rollout_log_probs, sample 1 first"):
+        training_data(parse_args(engine_flags), Hooks(), 5, groups, None, {}, 2.0)
 
 
 @pytest.mark.parametrize("version, stale", [(None, None), (1, [0] * 15 + [1]), (2, [1] * 15 + [0])])
