@@ -7,12 +7,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from miles.config.names import nearest
 from miles.config.paths import PromptFile
-from miles.config.reward import RewardConfig
+from miles.config.reward import RewardName
 from miles.config.rollout import StopIds, StopTexts
-from miles.config.section import Section, base_type
+from miles.config.section import Section
 from miles.config.yaml_file import load_yaml
-
-RewardType = base_type(RewardConfig.model_fields["rm_type"].annotation)
 
 
 class EvalSetConfig(Section):
@@ -22,7 +20,7 @@ class EvalSetConfig(Section):
 
     name: str = Field(pattern=r"^[^\s/]+$", description="The metric is eval/NAME: no white space, no slash.")
     path: PromptFile = Field(description="Prompts, as in --eval-prompt-data.")
-    rm_type: RewardType = Field(None, description="Built-in reward, in place of --rm-type and of the rows' own.")
+    rm_type: RewardName = Field(None, description="Built-in reward, in place of --rm-type and of the rows' own.")
     input_key: str = Field(None, description="Column with the prompt.")
     label_key: str | None = Field(None, description="Column with the right answer; null: there is none.")
     tool_key: str = Field(None, description="Column with tools.")

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.config.multi_turn_rules import AGENT, MULTI_TURN
 from miles.config.paths import PromptFile, dotted_path_problem
-from miles.config.reward import WITHOUT_LABEL
+from miles.config.reward import missing, wrong_key
 from miles.config.rollout_rules import unknown_ids
 from miles.config.values import Values
+from miles.rewards import BUILT_IN
 
 
 def _evaluation(v: Values) -> Iterator[str]:
@@ -69,23 +70,18 @@ def _set(v: Values, entry: EvalSetConfig) -> Iterator[str]:
 
 
 def _reward(v: Values, entry: EvalSetConfig, where: str) -> Iterator[str]:
-    own = entry.rm_type is not None
-    reward = entry.rm_type if own else v.rm_type
-    if own and v.custom_rm_path is not None:
-        yield f"{where} rm_type {reward} has no effect, since --custom-rm-path is given; drop one of them"
-    if reward is None:
-        if v.custom_rm_path is None and v.use_opd and _evaluates(v):
-            yield f"{where} {entry.name} needs a reward to evaluate with: give --rm-type or --custom-rm-path"
-        return
-    asked = f"rm_type {reward}" if own else f"--rm-type {reward}"
-    label = entry.given("label_key", v.eval_label_key)
-    # Where the flags name no label at all, the run's own reward lacks it too, which is said once.
-    if reward not in WITHOUT_LABEL and label is None and (own or v.eval_label_key is not None):
-        yield f"{where} {asked} needs label_key (or --eval-label-key), the column with the right answer"
-    if own and reward == "remote_rm" and v.rm_url is None:
-        yield f"{where} {asked} needs --rm-url, the address of its service"
-    if own and reward == "dapo" and v.eval_reward_key is None:
-        yield f"{where} {asked} gives score (1 or -1) and acc (1 or 0): choose one with --eval-reward-key"
+    if entry.rm_type is not None and v.custom_rm_path is not None:
+        yield f"{where} rm_type {entry.rm_type} has no effect, since --custom-rm-path is given; drop one of them"
+    if entry.rm_type is None and not v.has_reward and v.use_opd and _evaluates(v):
+        yield f"{where} {entry.name} needs a reward to evaluate with: give --rm-type or --custom-rm-path"
+    label_key, label_flag = entry.given("label_key", v.eval_label_key), "label_key (or --eval-label-key)"
+    if entry.rm_type is not None:
+        reward, asked = BUILT_IN[entry.rm_type], f"{where} rm_type {entry.rm_type}"
+        yield from missing(reward, asked, v, label_key, label_flag)
+        yield from wrong_key(reward, asked, "--eval-reward-key", v.eval_reward_key)
+    elif v.rm_type is not None and v.eval_label_key is not None and label_key is None:
+        # Where the flags name no label at all, what the run's own reward lacks is said once.
+        yield from missing(BUILT_IN[v.rm_type], f"{where} --rm-type {v.rm_type}", v, label_key, label_flag)
 
 
 EVAL_RULES = [_evaluation, _lengths, _sets]

@@ -109,6 +109,11 @@ class Layout:
         return self.one_step_ahead or self.fully_async
 
     @property
+    def has_reward(self) -> bool:
+        """Whether samples are worth something of their own; with --use-opd they need not be."""
+        return self.rm_type is not None or self.custom_rm_path is not None
+
+    @property
     def use_critic(self) -> bool:
         """Whether a critic is trained beside the actor: not in a run that only evaluates, with --num-rollout 0."""
         trains = self.needs_trainer and self.learns_from_samples and self.num_rollout != 0

@@ -41,7 +41,7 @@ def _equal_rewards(v: Values) -> Iterator[str]:
             "--dynamic-sampling-filter-path check_reward_nonzero_std refuses every group of --n-samples-per-prompt 1; "
             "give at least 2, or drop it"
         )
-    if v.rm_type is None and v.custom_rm_path is None and v.use_opd:
+    if not v.has_reward and v.use_opd:
         yield (
             "--dynamic-sampling-filter-path check_reward_nonzero_std refuses every group without a reward; give "
             "--rm-type or --custom-rm-path, or drop it"

@@ -14,9 +14,6 @@ from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
 from miles.config.optimizer_rules import OPTIMIZER_RULES, optimizer_warnings
 from miles.config.path_rules import PATH_RULES
-from miles.config.paths import dotted_path_problem
-from miles.config.reward import WITHOUT_LABEL
-from miles.config.reward_rules import REWARD_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
 from miles.config.run_config import SECTIONS, RunConfig
 from miles.config.section import Rule
@@ -36,7 +33,6 @@ RULES: list[Rule] = [
     *ENGINE_RULES,
     *ALGORITHM_RULES,
     *DEBUG_RULES,
-    *REWARD_RULES,
     *ROLLOUT_RULES,
     *HOOKS_RULES,
     *MULTI_TURN_RULES,
@@ -86,7 +82,7 @@ def _node_size(v: Values) -> Iterator[str]:
         )
 
 
-# --- rollout and reward ---
+# --- rollout ---
 
 
 @_rule
@@ -113,32 +109,9 @@ def _sampling(v: Values) -> Iterator[str]:
 
 
 @_rule
-def _reward(v: Values) -> Iterator[str]:
-    if not v.needs_engines:
-        return
-    if v.rm_type is not None and v.custom_rm_path is not None:
-        yield (
-            "exactly one of --rm-type and --custom-rm-path must be given, both are "
-            f"({v.rm_type} and {v.custom_rm_path})"
-        )
-    if v.rm_type is None and v.custom_rm_path is None and not v.use_opd:
-        yield (
-            "exactly one of --rm-type and --custom-rm-path must be given, neither is; only with --use-opd a reward is "
-            "optional"
-        )
-    if v.custom_rm_path is not None:
-        if problem := dotted_path_problem("--custom-rm-path", v.custom_rm_path, "my_module.reward"):
-            yield problem
-
-
-@_rule
 def _labels(v: Values) -> Iterator[str]:
-    if v.label_key is not None:
-        return
-    if v.loss_type == "sft_loss":
+    if v.label_key is None and v.loss_type == "sft_loss":
         yield "--loss-type sft_loss needs --label-key, the column with the text to learn"
-    elif v.rm_type not in (None, *WITHOUT_LABEL) and v.needs_engines:
-        yield f"--rm-type {v.rm_type} needs --label-key, the column with the right answer"
 
 
 # --- checkpoints ---

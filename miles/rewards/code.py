@@ -27,12 +27,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import after_thinking
+from miles.rewards.reward import Reward
 from miles.rewards.sandbox import SPARE_OUTPUT, WALL_S, Confined, SandboxError, check_sandbox, run_program
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 LONGEST_MESSAGE = 1 << 20  # bytes of one call, or of its answer
 MOST_CALLS = 100_000
@@ -58,7 +62,7 @@ class Tests:
     code: str | None = None
 
 
-async def code_reward(config: RunConfig, sample: Sample) -> float:
+async def code_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the program passes all tests within WALL_S seconds, and CPU_S a process; else 0.0.
 
     Raises: ValueError for a label that holds no tests, or tests that never call the program; SandboxError if the
@@ -179,3 +183,12 @@ def _send(confined: Confined, line: bytes) -> bool:
     except BrokenPipeError:
         return False
     return True
+
+
+CODE = Reward(
+    name="code",
+    help="a Python program passes the label's tests",
+    judge=code_reward,
+    read_label=read_tests,
+    check_machine=check_sandbox,
+)

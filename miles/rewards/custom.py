@@ -5,16 +5,18 @@ Without `async` it runs in a thread.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles.config import RunConfig
 from miles.utils.dotted_path import load_function
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 TIME_LIMIT_S = 300.0
 
 
-def load_custom_reward(path: str) -> Callable[[RunConfig, Sample], Awaitable[Any]]:
+def load_custom_reward(path: str) -> Callable[["RunConfig", Sample], Awaitable[Any]]:
     """Import the function at a dotted path and check it; each call of the result ends within TIME_LIMIT_S seconds.
 
     Raises: ValueError if it can't be imported or doesn't take (config, sample).
@@ -22,6 +24,6 @@ def load_custom_reward(path: str) -> Callable[[RunConfig, Sample], Awaitable[Any
     return load_function("--custom-rm-path", path, "config", "sample", is_async=None, limit_s=TIME_LIMIT_S)
 
 
-def load_custom_group_reward(path: str) -> Callable[[RunConfig, list[Sample]], Awaitable[Any]]:
+def load_custom_group_reward(path: str) -> Callable[["RunConfig", list[Sample]], Awaitable[Any]]:
     """`load_custom_reward` of a function of (config, samples)."""
     return load_function("--custom-rm-path", path, "config", "samples", is_async=None, limit_s=TIME_LIMIT_S)

@@ -11,11 +11,15 @@ their long form, minus signs as "-", and numbers without what groups their digit
 """
 
 import re
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import last_box, plain_signs
+from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 TAIL = 300  # characters
 
@@ -42,7 +46,7 @@ _SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
 _GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
-async def dapo_reward(config: RunConfig, sample: Sample) -> dict[str, float | str]:
+async def dapo_reward(config: "RunConfig", sample: Sample) -> dict[str, float | str]:
     """score: 1.0 for the right answer, else -1.0; acc: 1.0 or 0.0; pred: the answer as compared, "" without one.
 
     Raises: ValueError for a label that is nothing once normalised.
@@ -82,3 +86,12 @@ def normalize(answer: str) -> str:
     answer = _DROPPED.sub("", _SHORT_ROOT.sub(r"\\sqrt{\1}", answer))
     answer = _SPACES.sub("", _SPACE.sub(" ", answer).strip()).rstrip(".")
     return answer.replace(",", "") if _GROUPED.fullmatch(answer) else answer
+
+
+DAPO = Reward(
+    name="dapo",
+    help="1 or -1 for what follows Answer:",
+    judge=dapo_reward,
+    read_label=read_label,
+    numbers={"score": "1 or -1", "acc": "1 or 0"},
+)

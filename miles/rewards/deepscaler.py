@@ -5,16 +5,21 @@ The response must close its thinking with </think>; the last \boxed behind it mu
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import after_thinking
-from miles.rewards.math import judge_box
+from miles.rewards.math import check_installed, judge_box
+from miles.rewards.math_text import read_label
+from miles.rewards.reward import Reward
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 
-async def deepscaler_reward(config: RunConfig, sample: Sample) -> float:
+async def deepscaler_reward(config: "RunConfig", sample: Sample) -> float:
     r"""1.0 if the last \boxed after the last </think> has the label's value, else 0.0.
 
     What is equal is as with --rm-type math.
@@ -34,3 +39,12 @@ def _warn_of_no_thinking() -> None:
         "--rm-type deepscaler: a response without </think> is worth 0, whatever its answer; for a model that does not "
         "think, or whose template opens and closes the thinking, take boxed_math"
     )
+
+
+DEEPSCALER = Reward(
+    name="deepscaler",
+    help=r"math of the last \boxed after </think>",
+    judge=deepscaler_reward,
+    read_label=read_label,
+    check_machine=check_installed,
+)

@@ -1,11 +1,16 @@
 """`--rm-type exact`: the answer, character for character."""
 
-from miles.config import RunConfig
+from typing import TYPE_CHECKING
+
+from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
-async def exact_reward(config: RunConfig, sample: Sample) -> float:
+
+async def exact_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the response was completed and, white space around it aside, equals the label; else 0.0.
 
     Raises: ValueError for an empty label.
@@ -19,3 +24,6 @@ def read_label(label: str) -> str:
     if not label.strip():
         raise UserError(f"the label {label!r} is empty: nothing would be right")
     return label.strip()
+
+
+EXACT = Reward(name="exact", help="the stripped response is the label", judge=exact_reward, read_label=read_label)

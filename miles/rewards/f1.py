@@ -10,17 +10,21 @@ import re
 import sys
 import unicodedata
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
+from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 # Answers without degrees: what is not one of them, word for word, shares nothing with it.
 _CLOSED = ("yes", "no", "noanswer")
 
 
-async def f1_reward(config: RunConfig, sample: Sample) -> float:
+async def f1_reward(config: "RunConfig", sample: Sample) -> float:
     """F1 of the words, from 0.0 to 1.0; case, punctuation, articles and white space aside.
 
     With a label of yes, no or noanswer it is 1.0 for that word alone and 0.0 otherwise. Words are what white space
@@ -55,3 +59,6 @@ def _punctuation() -> dict[int, None]:
     """For str.translate, which is several times as fast as a look at each character."""
     codes = range(sys.maxunicode + 1)
     return dict.fromkeys(code for code in codes if unicodedata.category(chr(code)).startswith("P"))
+
+
+F1 = Reward(name="f1", help="words in common", judge=f1_reward, read_label=read_label)

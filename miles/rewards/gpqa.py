@@ -10,11 +10,15 @@ the only one: "answer: A or B" and "answer: A good one" give none.
 """
 
 import re
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import after_thinking, last_box, plain_signs
+from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 _FONT = (
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt|bb|cal)|boldsymbol|bm|mbox|bf|rm)\s*\{|\{|\\bf\s|\\rm\s"
@@ -30,7 +34,7 @@ _FOLLOWED = re.compile(rf"{_LETTER}(?:[)\].:,;*_`$}}]+|\s+(?:because|since|as|wi
 _SECOND = re.compile(r"[)\].:,;*_`$}\s]*(?:(?:or|and|/|&|\||,)[\s(*\[]*)+[A-Z](?![\w'])")
 
 
-async def gpqa_reward(config: RunConfig, sample: Sample) -> float:
+async def gpqa_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the response chooses the label's letter, else 0.0; case and what surrounds it aside.
 
     Raises: ValueError for a label that is not one letter.
@@ -83,3 +87,6 @@ def _is_letter(text: str, letter: re.Match[str]) -> bool:
     """Whether it is no word of its own: a lower-case letter counts in brackets only."""
     before = text[letter.start(1) - 1]
     return letter.group(1).isupper() or before in "([{*"
+
+
+GPQA = Reward(name="gpqa", help="the letter of a choice", judge=gpqa_reward, read_label=read_label)

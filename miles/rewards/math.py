@@ -10,13 +10,17 @@ import importlib.util
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import last_box
 from miles.rewards.math_text import read_label
+from miles.rewards.reward import Reward
 from miles.rewards.worker_pool import WorkerEnded, WorkerPool
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 TIME_LIMIT_S = 5.0
 
@@ -31,7 +35,7 @@ def check_installed() -> None:
         raise UserError("--rm-type math needs the package math-verify: pip install math-verify")
 
 
-async def math_reward(config: RunConfig, sample: Sample) -> float:
+async def math_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the last answer in the response has the label's value, 0.0 if not or if there is none.
 
     Which answer counts: see miles.rewards.math_worker. How it and the label are read: see miles.rewards.math_text.
@@ -41,7 +45,7 @@ async def math_reward(config: RunConfig, sample: Sample) -> float:
     return await judge(sample.label, sample.response)
 
 
-async def boxed_math_reward(config: RunConfig, sample: Sample) -> float:
+async def boxed_math_reward(config: "RunConfig", sample: Sample) -> float:
     r"""`math_reward` of the last \boxed or \fbox; 0.0 without one. Raises: as `math_reward`."""
     return await judge_box(sample.label, sample.response)
 
@@ -92,3 +96,19 @@ class MathPool(WorkerPool):
         if "error" in result:
             raise UserError(result["error"])
         return result["reward"]
+
+
+MATH = Reward(
+    name="math",
+    help="the response has the label's value (package math-verify)",
+    judge=math_reward,
+    read_label=read_label,
+    check_machine=check_installed,
+)
+BOXED_MATH = Reward(
+    name="boxed_math",
+    help=r"math of what the last \boxed holds",
+    judge=boxed_math_reward,
+    read_label=read_label,
+    check_machine=check_installed,
+)

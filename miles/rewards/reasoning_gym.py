@@ -10,13 +10,17 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from miles.config import RunConfig
 from miles.rewards.answers import after_thinking
+from miles.rewards.reward import Reward
 from miles.rewards.sandbox import MEMORY_BYTES, WALL_S, check_sandbox
 from miles.rewards.worker_pool import WorkerPool
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 CPU_S = 5
 
@@ -30,7 +34,7 @@ def check_installed() -> None:
     check_sandbox()
 
 
-async def reasoning_gym_reward(config: RunConfig, sample: Sample) -> float:
+async def reasoning_gym_reward(config: "RunConfig", sample: Sample) -> float:
     """What the task says of the answer: 1.0 if it is right, for some tasks less if it is nearly so, 0.0 if not.
 
     An answer that its scorer can't read, or needs more than CPU_S seconds for, is worth 0.0.
@@ -73,3 +77,11 @@ def _pool() -> WorkerPool:
         # One thread: it forks. A home, where matplotlib, which the package imports, keeps what it found out.
         {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": str(Path.home())},
     )
+
+
+REASONING_GYM = Reward(
+    name="reasoning_gym",
+    help="the task of the row scores it",
+    judge=reasoning_gym_reward,
+    check_machine=check_installed,
+)

@@ -6,14 +6,14 @@ an object of numbers (--reward-key names the one that trains), or null to abstai
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
-from miles.config import RunConfig
-from miles.utils.errors import UserError
+from miles.rewards.reward import Reward
 from miles.utils.types import Sample
+
+if TYPE_CHECKING:
+    from miles.config import RunConfig
 
 BACKOFF_S = 0.5
 LONGEST_ANSWER = 1 << 20  # bytes
@@ -28,7 +28,7 @@ class RemoteRewardError(RuntimeError):
     """The service gave no usable answer."""
 
 
-async def remote_reward(config: RunConfig, sample: Sample) -> Any:
+async def remote_reward(config: "RunConfig", sample: Sample) -> Any:
     """What the service answers.
 
     At most `rm_max_concurrency` requests are in flight; one may take `rm_request_timeout` seconds, in which waiting for
@@ -38,8 +38,6 @@ async def remote_reward(config: RunConfig, sample: Sample) -> Any:
     Raises: RemoteRewardError after the last attempt, and at once for another status or an answer that is not JSON or
         over 1 MiB.
     """
-    if config.rm_url is None:
-        raise UserError("the reward remote_rm needs --rm-url, the address of its service")
     loop = asyncio.get_running_loop()
     slots = _slots.setdefault(loop, asyncio.Semaphore(config.rm_max_concurrency))
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
@@ -52,8 +50,8 @@ async def remote_reward(config: RunConfig, sample: Sample) -> Any:
         except TimeoutError:
             failure = f"no answer within {config.rm_request_timeout:g} s (--rm-request-timeout)"
             continue
-        except (aiohttp.ClientError, ConnectionError) as error:
-            failure = f"{type(error).__name__}: {error}"
+        except ConnectionError as error:
+            failure = str(error)
             continue
         if status == 200:
             return _decode(config.rm_url, answer)
@@ -64,18 +62,29 @@ async def remote_reward(config: RunConfig, sample: Sample) -> Any:
 
 
 async def _post(url: str, body: dict, timeout_s: float) -> tuple[int, bytes]:
-    """Status and body; a connection of its own, so that none is left behind in any event loop."""
+    """Status and body; a connection of its own, so that none is left behind in any event loop.
+
+    Raises: TimeoutError; ConnectionError for whatever else of the connection failed; RemoteRewardError for a body that
+        is too long.
+    """
+    import aiohttp  # Here, since the configuration reads the record: it would double the time that this takes.
+
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
-        session.post(url, json=body, allow_redirects=False) as response,
-    ):
-        answer = bytearray()
-        async for chunk in response.content.iter_any():
-            answer += chunk
-            if len(answer) > LONGEST_ANSWER:
-                raise RemoteRewardError(f"{url}: HTTP {response.status} with a body of over {LONGEST_ANSWER} bytes")
-        return response.status, bytes(answer)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+            session.post(url, json=body, allow_redirects=False) as response,
+        ):
+            answer = bytearray()
+            async for chunk in response.content.iter_any():
+                answer += chunk
+                if len(answer) > LONGEST_ANSWER:
+                    raise RemoteRewardError(f"{url}: HTTP {response.status} with a body of over {LONGEST_ANSWER} bytes")
+            return response.status, bytes(answer)
+    except TimeoutError:
+        raise
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def _decode(url: str, answer: bytes) -> Any:
@@ -87,3 +96,11 @@ def _decode(url: str, answer: bytes) -> Any:
 
 def _start_of(answer: bytes) -> str:
     return answer[:_SHOWN].decode(errors="replace")
+
+
+REMOTE_RM = Reward(
+    name="remote_rm",
+    help="--rm-url is asked",
+    judge=remote_reward,
+    flags={"rm_url": "needs --rm-url, the address of its service, such as http://10.0.0.7:8000/reward"},
+)

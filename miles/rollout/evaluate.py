@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.config import RunConfig
-from miles.rewards import check_built_in
+from miles.rewards import built_in
 from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.eval_sets import EvalSet, load_eval_sets
 from miles.rollout.group_runner import GroupRunner, run_groups
@@ -86,7 +86,7 @@ def evaluation_metrics(config: RunConfig, data: Mapping[str, Sequence[Sample]]) 
 def _hooks_of(config: RunConfig, eval_set: EvalSet, hooks: Hooks) -> Hooks:
     """`hooks` with the set's own generate function, once its reward is checked."""
     if (rm_type := eval_set.metadata.get("rm_type")) is not None:
-        check_built_in(rm_type)
+        built_in(rm_type).check_machine()
     path = eval_set.generate_path
     flag = f"evaluation set {eval_set.name}: custom_generate_function_path"
     return dataclasses.replace(hooks, generate=None if path is None else load_generate(config, path, flag))

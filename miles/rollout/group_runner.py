@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles.config import RunConfig
-from miles.rewards import RewardCounts, check_errors, compute_rewards, has_reward
+from miles.rewards import RewardCounts, check_errors, compute_rewards
 from miles.rollout.engine_pool import EnginePool, EnginesLost, RequestFailed
 from miles.rollout.generate import Sampling
 from miles.rollout.hooks import Hooks
@@ -60,7 +60,7 @@ class Tally:
         """As `rollout/*`."""
         metrics = {"rollout/failed_samples": float(self.failed), "rollout/sample_retries": float(self.retried)}
         rewarded = sum(counts.samples for counts in self.rewards)
-        if has_reward(config) and rewarded:
+        if config.has_reward and rewarded:
             metrics["rollout/reward_error_ratio"] = self.reward_errors / rewarded
         return metrics
 

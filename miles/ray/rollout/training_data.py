@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import ray
 
 from miles.config import RunConfig
-from miles.rewards import has_reward
 from miles.rollout.hooks import Hooks
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.train_data import check_log_probs
@@ -46,7 +45,7 @@ def training_data(
     samples = [sample for group in groups for sample in group]
     check_complete(samples, config.samples_per_rollout)
     raw, rewards = hooks.shape_rewards(config, samples) if config.learns_from_samples else (None, None)
-    metrics = rollout_metrics(samples, rewards if has_reward(config) else None, raw) | dict(known)
+    metrics = rollout_metrics(samples, rewards if config.has_reward else None, raw) | dict(known)
     if hooks.log_rollout(config, rollout_id, samples, metrics, seconds):
         # The step line and the times of a run need none of these.
         metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/")}

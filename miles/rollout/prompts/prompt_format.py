@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from miles.config import RunConfig
-from miles.rewards.labels import check_label
+from miles.rewards import built_in
 from miles.rollout.chat_template import ChatTemplate, Message, normal_message
 from miles.rollout.prompts.prompt_file import BadRow, Number, parse_json, plain
 from miles.rollout.sessions.tool_calls import specs_of_path
@@ -128,7 +128,7 @@ class PromptFormat:
         if not self.built_in_rewards or name is None:
             return
         try:
-            check_label(name, sample.label)
+            built_in(name).check_label(sample.label)
         except UserError as error:
             raise BadRow(str(error)) from error
 

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 # Read while the configuration is made, and only there: each shapes the fields and layout properties that others read.
 SHAPES_OTHERS = {
+    "advantage_estimator": "read as estimator",
     "offload": "expands to offload_train and offload_rollout",
     "actor_num_nodes": "read as world_size",
     "num_gpus_per_node": "bounds the sizes that must fit on a node",

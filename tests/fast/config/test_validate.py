@@ -62,14 +62,7 @@ CASES = {
         ({"rollout_temperature": "0"}, "--rollout-temperature 0 cannot be trained on"),
         ({"eval_top_k": "0"}, "at least 1, or -1 for all tokens; 0 was given"),
     ],
-    "_reward": [
-        ({"rm_type": None}, "exactly one of --rm-type and --custom-rm-path must be given, neither is"),
-        ({"custom_rm_path": "a.b"}, "must be given, both are (exact and a.b)"),
-        ({"rm_type": None, "custom_rm_path": "a/b.py"}, "--custom-rm-path a/b.py must be the dotted path"),
-        ({"rm_type": None, "custom_rm_path": "reward"}, "--custom-rm-path reward must be the dotted path"),
-    ],
     "_labels": [
-        ({"label_key": None}, "--rm-type exact needs --label-key"),
         ({"label_key": None, "loss_type": "sft_loss"}, "--loss-type sft_loss needs --label-key"),
     ],
     "_checkpoints": [

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from miles.rewards import check_built_in, compute_rewards, reasoning_gym
+from miles.rewards import BUILT_IN, compute_rewards, reasoning_gym
 from miles.rewards.reasoning_gym import find_answer, reasoning_gym_reward
 from miles.tools.make_prompts import reasoning_gym_rows
 from miles.utils.arguments import parse_args
@@ -146,7 +146,7 @@ async def test_a_missing_package_is_named(monkeypatch):
     reasoning_gym._pool.cache_clear()
     monkeypatch.setattr(reasoning_gym.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
-        check_built_in("reasoning_gym")
+        BUILT_IN["reasoning_gym"].check_machine()
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
         await reasoning_gym_reward(None, sample)
 
