@@ -49,7 +49,7 @@ def sample_lengths(size: str) -> tuple[int, int]:
 
 def step_flops(size: str, tokens: int) -> float:
     """Floating-point operations that a step must do, forward and backward."""
-    from miles.training.flops import checkpoint_flops
+    from miles.hf.flops import checkpoint_flops
 
     length, prompt = sample_lengths(size)
     with tempfile.TemporaryDirectory() as folder:
