@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.critic import CriticConfig
 from miles.config.distillation import DistillationConfig
-from miles.config.layout_rules import model_shape
 from miles.config.names import flag_of, negation_of
 from miles.config.off_policy import OffPolicyConfig
 from miles.config.paths import dotted_path_problem
 from miles.config.values import Values
+from miles.hf.shape import model_shape
 from miles.training.advantages import Estimator, estimators_where
 
 FIELDS = (

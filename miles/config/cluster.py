@@ -1,11 +1,12 @@
 """Machines: how many GPUs train, how many generate, and whether they are the same ones."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from miles.config.section import Derived, Section, derives
+from miles.config.effect import NotWith
+from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
 
 
@@ -42,7 +43,7 @@ class ClusterConfig(Section):
         description="Generate on engines that run already: Miles checks them, sends them weights, and neither starts "
         "nor ends them. Unset: on with --rollout-external-engine-addrs.",
     )
-    rollout_external_engine_addrs: list[str] | None = Field(
+    rollout_external_engine_addrs: Annotated[list[str] | None, NotWith("--no-rollout-external")] = Field(
         None,
         description="host:port of each engine of --rollout-external. Each has --rollout-num-gpus-per-engine GPUs.",
     )
@@ -86,3 +87,72 @@ def _rollout_gpus(v: Values) -> Iterator[Derived]:
 def _nobody_to_share_with(v: Values) -> Iterator[Derived]:
     if v.colocate and v.lone_side:
         yield "colocate", False, v.lone_side
+
+
+@rule
+def _node_size(v: Values) -> Iterator[str]:
+    if v.needs_trainer and v.actor_num_gpus_per_node > v.num_gpus_per_node:
+        yield (
+            f"--actor-num-gpus-per-node {v.actor_num_gpus_per_node} does not fit on a node of --num-gpus-per-node "
+            f"{v.num_gpus_per_node}; lower the first or correct the second"
+        )
+
+
+@rule
+def _engine_gpus(v: Values) -> Iterator[str]:
+    if not v.needs_engines or v.rollout_external:
+        return
+    total, size = v.rollout_num_gpus, v.rollout_num_gpus_per_engine
+    if size > v.num_gpus_per_node:
+        yield (
+            f"--rollout-num-gpus-per-engine {size} does not fit on a node of --num-gpus-per-node "
+            f"{v.num_gpus_per_node}; lower the first or correct the second"
+        )
+    if not total:
+        yield (
+            f"--rollout-num-gpus is {total or 'not given'}, but the engines need GPUs of their own; give their number, "
+            "or share the trainer's with --colocate"
+        )
+    elif v.colocate and total < v.world_size:
+        yield (
+            f"--rollout-num-gpus {total} contradicts --colocate, which gives the engines the trainer's {v.world_size} "
+            "GPUs; leave it out, or give more than those: engines beyond them get GPUs of their own"
+        )
+    elif left := total % size:
+        yield (
+            f"--rollout-num-gpus {total}{' (the world size)' if v.colocate and total == v.world_size else ''} is no "
+            f"multiple of --rollout-num-gpus-per-engine {size}, {left} would be left over; choose a divisor"
+        )
+    elif v.colocate and v.world_size % size:
+        yield (
+            f"--rollout-num-gpus-per-engine {size} does not divide the trainer's {v.world_size} GPUs: with --colocate "
+            f"and --rollout-num-gpus {total}, an engine would share only some of its GPUs with it; choose a divisor"
+        )
+
+
+@rule
+def _external_engines(v: Values) -> Iterator[str]:
+    addresses = v.rollout_external_engine_addrs
+    if v.rollout_external and not addresses:
+        yield "--rollout-external needs --rollout-external-engine-addrs, the host:port of each engine"
+    if not (v.rollout_external and addresses and v.needs_engines):
+        return
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 65536:
+            yield f"--rollout-external-engine-addrs {address} must be host:port, such as 10.0.0.7:30000"
+    for address in sorted({address for address in addresses if addresses.count(address) > 1}):
+        yield f"--rollout-external-engine-addrs names {address} more than once; name each engine once"
+    if v.colocate:
+        yield (
+            "--rollout-external with --colocate: whoever runs the engines chose their GPUs, and Miles cannot take "
+            "turns with them there; drop one"
+        )
+    if v.rollout_num_gpus != len(addresses) * v.rollout_num_gpus_per_engine:
+        yield (
+            f"--rollout-num-gpus {v.rollout_num_gpus} is not {len(addresses)} external engines times "
+            f"--rollout-num-gpus-per-engine {v.rollout_num_gpus_per_engine}; leave it out"
+        )
+    if v.sglang:
+        flags = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in v.sglang)
+        yield f"{flags} has no effect on engines that run already (--rollout-external): give it to those, drop it here"

@@ -1,21 +1,18 @@
 """How many tokens an engine takes: what SGLang makes of the model's config.json and of its own arguments."""
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from miles.config.layout_rules import model_shape
 from miles.config.values import Values
+from miles.hf.shape import model_shape
 
 # An SGLang server takes inputs of at most this many tokens less than its context.
 KEPT_BY_SGLANG = 7
 # Where SGLang looks for the length of a context, in its order.
 KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
-ALLOW_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def model_context(v: Values) -> int | None:
@@ -23,7 +20,7 @@ def model_context(v: Values) -> int | None:
 
     It is the length in config.json, times the factor of its rope scaling, unless that says from which length it scales.
     """
-    shape, changes = model_shape(v.hf_checkpoint), _changes(v)
+    shape, changes = model_shape(v.hf_checkpoint), overridden(v)
     if shape is None or changes is None:
         return None
     shape = shape | changes.get("text_config", changes)
@@ -34,7 +31,7 @@ def model_context(v: Values) -> int | None:
     return next((int(factor * length) for length in lengths), None)
 
 
-def _changes(v: Values) -> dict[str, Any] | None:
+def overridden(v: Values) -> dict[str, Any] | None:
     """What --sglang-json-model-override-args changes in config.json; None where that is no JSON object."""
     try:
         changes = json.loads(v.sglang.get("json_model_override_args", "{}"))
@@ -62,33 +59,3 @@ def longest_context(v: Values) -> int | None:
     """
     context = engine_context(v)
     return None if context is None else context - KEPT_BY_SGLANG
-
-
-def context_problems(v: Values) -> Iterator[str]:
-    """What is wrong with the lengths that were given."""
-    if not v.needs_engines:
-        return
-    if _changes(v) is None:
-        yield f"--sglang-json-model-override-args is not a JSON object: {v.sglang['json_model_override_args']}"
-    given = v.sglang.get("context_length")
-    model, context = model_context(v), engine_context(v)
-    if given is not None and context is None:
-        yield f"--sglang-context-length {given} is no number of tokens, such as 32768, 32k or 32Ki"
-    if context is None:
-        return
-    if model is not None and context > model and os.environ.get(ALLOW_LONGER, "0") in ("", "0"):
-        yield (
-            f"--sglang-context-length {given} is more than the {model} tokens of the model's context; give at most "
-            f"that, or set the environment variable {ALLOW_LONGER}=1, which SGLang asks for"
-        )
-        return
-    if context <= KEPT_BY_SGLANG + 1:
-        yield f"--sglang-context-length {context} leaves no room: SGLang keeps {KEPT_BY_SGLANG} tokens of it; raise it"
-    source = "the model's context (config.json)" if given is None else "--sglang-context-length"
-    for flag, length in (
-        ("--rollout-max-context-len", v.rollout_max_context_len),
-        ("--eval-max-context-len", v.eval_max_context_len),
-    ):
-        if length is not None and length > context:
-            yield f"{flag} {length} is more than the {context} tokens of {source}; give at most that, or leave it out"
-            return  # of two equal ones, the other follows

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles.config.names import flag_of
-from miles.config.optimizer_rules import OPTIMIZER_RULES
+from miles.config.optimizer import OptimizerConfig
 from miles.config.run_config import RunConfig
+from miles.config.validate import rules_of
 from miles.config.values import Values
 from miles.utils.errors import UserError
 
@@ -89,7 +90,7 @@ def continued(config: RunConfig, saved: Mapping[str, Any]) -> tuple[RunConfig, l
             elif now != before:
                 sentences.append(f"{flag} is not given: the checkpoint's {_shown(before)} stays, not {_shown(now)}")
     merged = config.model_copy(update=kept).with_given(config.given | kept.keys())
-    problems = [problem for rule in OPTIMIZER_RULES for problem in rule(Values(dict(merged)))]
+    problems = [problem for rule in rules_of(OptimizerConfig) for problem in rule(Values(dict(merged)))]
     if problems:
         raise UserError(
             f"{'; '.join(problems)} (what is not given is as in the checkpoint: "

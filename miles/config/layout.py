@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from miles.hf.shape import model_shape
 from miles.training.advantages import ESTIMATORS, Estimator
 
 
@@ -23,7 +24,7 @@ class ParallelSizes:
 
 
 class Layout:
-    """Properties of a configuration; each is a function of its fields and of nothing else."""
+    """Properties of a configuration; each is a function of its fields and of the model's config.json."""
 
     @property
     def world_size(self) -> int:
@@ -62,6 +63,14 @@ class Layout:
     def least_micro_batches(self) -> int:
         """Micro-batches that a step needs on each replica: interleaved pipeline stages take one each at a time."""
         return 1 if self.num_layers_per_virtual_pipeline_stage is None else self.pipeline_model_parallel_size
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Chunks of the model on each pipeline stage; None where stages are not interleaved."""
+        chunk, shape = self.num_layers_per_virtual_pipeline_stage, model_shape(self.hf_checkpoint)
+        if chunk is None or shape is None:
+            return None
+        return shape["num_hidden_layers"] // self.pipeline_model_parallel_size // chunk
 
     @property
     def max_tokens_per_micro_batch(self) -> int | None:

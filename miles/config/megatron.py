@@ -1,11 +1,13 @@
 """How Megatron computes: layers, recomputation, communication, experts. Names as in Megatron-LM."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from miles.config.section import Derived, Section, derives
+from miles.config.effect import OnlyWith
+from miles.config.names import flag_of
+from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
@@ -38,13 +40,15 @@ class MegatronConfig(Section):
         description="Recompute activations in the backward pass: whole layers, or the --recompute-modules of each. "
         "Unset: keep all.",
     )
-    recompute_method: Literal["uniform", "block"] | None = Field(
+    recompute_method: Annotated[Literal["uniform", "block"] | None, OnlyWith("--recompute-granularity full")] = Field(
         None,
         description="With full recomputation: keep only the input of every group of --recompute-num-layers layers, or "
         "recompute the first --recompute-num-layers of each pipeline stage one by one.",
     )
-    recompute_num_layers: int | None = Field(None, gt=0, description="Layers, see --recompute-method.")
-    recompute_modules: list[RecomputeModule] | None = Field(
+    recompute_num_layers: Annotated[int | None, OnlyWith("--recompute-granularity full")] = Field(
+        None, gt=0, description="Layers, see --recompute-method."
+    )
+    recompute_modules: Annotated[list[RecomputeModule] | None, OnlyWith("--recompute-granularity selective")] = Field(
         None, description="What selective recomputation recomputes of each layer. Unset: core_attn."
     )
     accumulate_allreduce_grads_in_fp32: bool = Field(
@@ -53,7 +57,7 @@ class MegatronConfig(Section):
     overlap_grad_reduce: bool = Field(
         False, description="Reduce gradients over the data-parallel ranks while the backward pass goes on."
     )
-    overlap_param_gather: bool = Field(
+    overlap_param_gather: Annotated[bool, OnlyWith("--use-distributed-optimizer", "which gathers")] = Field(
         False, description="Gather the distributed optimizer's new weights while the next forward pass goes on."
     )
     ddp_bucket_size: int | None = Field(
@@ -66,10 +70,12 @@ class MegatronConfig(Section):
         "alltoall", description="How tokens reach their experts on other ranks."
     )
     moe_router_dtype: Literal["fp32", "fp64"] = Field("fp32", description="Precision of the experts' scores.")
-    moe_router_load_balancing_type: Literal["none", "aux_loss"] = Field(
+    moe_router_load_balancing_type: Annotated[Literal["none", "aux_loss"], OnlyWith("--moe-aux-loss-coeff")] = Field(
         "none", description="Loss that evens out the load of experts, weighted by --moe-aux-loss-coeff."
     )
-    moe_aux_loss_coeff: float = Field(0.0, ge=0, description="Weight of the load-balancing loss.")
+    moe_aux_loss_coeff: Annotated[float, OnlyWith("--moe-router-load-balancing-type aux_loss")] = Field(
+        0.0, ge=0, description="Weight of the load-balancing loss."
+    )
     moe_z_loss_coeff: float | None = Field(
         None, gt=0, description="Weight of a loss on the size of the router's logits. Unset: none."
     )
@@ -79,3 +85,65 @@ class MegatronConfig(Section):
 def _fusion(v: Values) -> Iterator[Derived]:
     if v.bias_swiglu_fusion is None:
         yield "bias_swiglu_fusion", v.device == "cuda", f"--device {v.device}"
+
+
+@rule
+def _recompute(v: Values) -> Iterator[str]:
+    if v.recompute_granularity == "full":
+        for name, values in (
+            ("recompute_method", "uniform or block"),
+            ("recompute_num_layers", "a number of layers, 1 for example"),
+        ):
+            if getattr(v, name) is None:
+                yield f"--recompute-granularity full needs {flag_of(name)}: give {values}"
+    # Megatron discards their output, and restores it, through Transformer Engine.
+    bound = [name for name in v.recompute_modules or [] if name in ("layernorm", "mla_up_proj")]
+    if bound and v.recompute_granularity == "selective" and v.transformer_impl == "local":
+        yield (
+            f"--recompute-modules {' '.join(bound)} needs --transformer-impl transformer_engine, it is local; drop "
+            f"{' and '.join(bound)}"
+        )
+
+
+@rule
+def _overlap(v: Values) -> Iterator[str]:
+    if not v.overlap_param_gather:
+        return
+    if v.use_distributed_optimizer and not v.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce too; add it"
+    if v.stream_optimizer_state_to_disk:
+        yield (
+            "--overlap-param-gather is not possible with --stream-optimizer-state-to-disk, whose step gathers weights "
+            "itself; drop one of them"
+        )
+
+
+@rule
+def _transformer_engine(v: Values) -> Iterator[str]:
+    if v.transformer_impl == "transformer_engine" and v.device == "cpu":
+        yield "--transformer-impl transformer_engine needs a GPU and --device is cpu; use --transformer-impl local"
+    elif v.transformer_impl == "transformer_engine" and not v.bf16:
+        yield "--transformer-impl transformer_engine has fused attention in bfloat16 only; add --bf16, or use local"
+    if v.fp8_format is not None and v.transformer_impl == "local":
+        yield f"--fp8-format {v.fp8_format} needs --transformer-impl transformer_engine, it is local; add that"
+    if v.fp8_format is not None and v.data_pad_size_multiplier % 16:
+        # Products in FP8 take tokens in multiples of 8, their gradients of 16.
+        yield (
+            f"--fp8-format {v.fp8_format} needs micro-batches of a multiple of 16 tokens: --data-pad-size-multiplier "
+            f"{v.data_pad_size_multiplier} is none; choose 16, or the default of 128"
+        )
+
+
+@rule
+def _token_dispatcher(v: Values) -> Iterator[str]:
+    if v.moe_token_dispatcher_type == "allgather" and v.sharers_of_experts > v.tensor_model_parallel_size:
+        yield (
+            f"--moe-token-dispatcher-type allgather needs the same number of tokens on all {v.sharers_of_experts} "
+            f"ranks that share a layer's experts, but only {v.tensor_model_parallel_size} of them have the same "
+            "samples (--tensor-model-parallel-size); use alltoall"
+        )
+    if v.moe_token_dispatcher_type == "allgather" and v.pipeline_model_parallel_size > 1:
+        yield (
+            "--moe-token-dispatcher-type allgather needs micro-batches of one length between pipeline stages, which "
+            f"packed ones have not (--pipeline-model-parallel-size {v.pipeline_model_parallel_size}); use alltoall"
+        )

@@ -1,13 +1,19 @@
 """The model and how the trainer spreads it over its ranks."""
 
-from collections.abc import Iterator
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from miles.config.effect import OnlyWith
+from miles.config.names import flag_of
 from miles.config.paths import ModelFolder
-from miles.config.section import Derived, Section, derives
+from miles.config.section import Derived, Rule, Section, derives, rule
 from miles.config.values import Values
+from miles.hf.shape import experts_of, model_shape
+
+_STAGES = OnlyWith("--pipeline-model-parallel-size above 1")
 
 
 class ModelConfig(Section):
@@ -18,13 +24,13 @@ class ModelConfig(Section):
     )
     tensor_model_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split every layer.")
     pipeline_model_parallel_size: int = Field(1, gt=0, description="Trainer ranks that split the stack of layers.")
-    decoder_first_pipeline_num_layers: int | None = Field(
+    decoder_first_pipeline_num_layers: Annotated[int | None, _STAGES] = Field(
         None, gt=0, description="Layers of the first pipeline stage. Unset: as many as on the others."
     )
-    decoder_last_pipeline_num_layers: int | None = Field(
+    decoder_last_pipeline_num_layers: Annotated[int | None, _STAGES] = Field(
         None, gt=0, description="Layers of the last pipeline stage. Unset: as many as on the others."
     )
-    num_layers_per_virtual_pipeline_stage: int | None = Field(
+    num_layers_per_virtual_pipeline_stage: Annotated[int | None, _STAGES] = Field(
         None,
         gt=0,
         description="Interleave pipeline stages: each rank holds several stretches of this many layers, which shortens "
@@ -40,7 +46,7 @@ class ModelConfig(Section):
         description="Trainer ranks that split every expert. Unset: 1 where experts are shared out, else "
         "--tensor-model-parallel-size.",
     )
-    sequence_parallel: bool = Field(
+    sequence_parallel: Annotated[bool, OnlyWith("--tensor-model-parallel-size above 1")] = Field(
         False, description="Split the activations between tensor-parallel regions along the sequence as well."
     )
     bf16: bool | None = Field(
@@ -61,3 +67,137 @@ def _expert_tensor_parallel(v: Values) -> Iterator[Derived]:
             yield "expert_tensor_parallel_size", 1, "--expert-model-parallel-size shares whole experts out"
         else:
             yield "expert_tensor_parallel_size", v.tensor_model_parallel_size, "--tensor-model-parallel-size"
+
+
+def _of_the_model(rule: Callable[[Values, dict[str, Any]], Iterator[str]]) -> Rule:
+    """A rule about the model: it is asked with config.json, where that can be read (another rule complains if not)."""
+
+    @functools.wraps(rule)
+    def ask(v: Values) -> Iterator[str]:
+        shape = model_shape(v.hf_checkpoint)
+        if shape is not None and v.needs_trainer:
+            yield from rule(v, shape)
+
+    return ask
+
+
+@rule
+def _world(v: Values) -> Iterator[str]:
+    tensor, pipeline, context = (
+        v.tensor_model_parallel_size,
+        v.pipeline_model_parallel_size,
+        v.context_parallel_size,
+    )
+    if v.needs_trainer and v.world_size % v.model_parallel_size:
+        product = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+        if context > 1:
+            product += f" x --context-parallel-size {context}"
+        yield (
+            f"{v.world_size} trainer ranks (--actor-num-nodes {v.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{v.actor_num_gpus_per_node}) cannot be divided into replicas of {v.model_parallel_size} ({product}); "
+            "make the first a multiple of the second"
+        )
+
+
+@rule
+def _experts_in_world(v: Values) -> Iterator[str]:
+    """Megatron lays experts out in a grid of their own over the ranks of one pipeline stage."""
+    expert, tensor = v.expert_model_parallel_size, v.expert_tensor_parallel_size
+    stage = v.world_size // v.pipeline_model_parallel_size
+    if v.needs_trainer and not v.world_size % v.model_parallel_size and stage % v.sharers_of_experts:
+        yield (
+            f"{stage} trainer ranks a pipeline stage cannot be divided into groups of {v.sharers_of_experts} for "
+            f"experts (--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {tensor}); choose sizes "
+            f"whose product divides {stage}"
+        )
+
+
+@rule
+@_of_the_model
+def _heads(v: Values, shape: dict[str, Any]) -> Iterator[str]:
+    size = v.tensor_model_parallel_size
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if shape.get(key) and shape[key] % size:
+            yield (
+                f"--tensor-model-parallel-size {size} does not divide the model's {key} {shape[key]}; choose a divisor "
+                "of it"
+            )
+
+
+@rule
+@_of_the_model
+def _layers(v: Values, shape: dict[str, Any]) -> Iterator[str]:
+    layers, stages = shape.get("num_hidden_layers"), v.pipeline_model_parallel_size
+    if not layers or stages == 1:
+        return
+    first, last = v.decoder_first_pipeline_num_layers, v.decoder_last_pipeline_num_layers
+    chunk = v.num_layers_per_virtual_pipeline_stage
+    left, left_stages = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
+    if left < 0 or (left_stages == 0 and left) or (left_stages and (left == 0 or left % left_stages)):
+        if first is None and last is None:
+            yield (
+                f"--pipeline-model-parallel-size {stages} does not divide the model's num_hidden_layers {layers}; "
+                "choose a divisor of it, or give --decoder-first-pipeline-num-layers or "
+                "--decoder-last-pipeline-num-layers"
+            )
+        else:
+            yield (
+                f"of the model's {layers} layers, --decoder-first-pipeline-num-layers "
+                f"{0 if first is None else first} and --decoder-last-pipeline-num-layers "
+                f"{0 if last is None else last} leave {left}, which {left_stages} further pipeline stages cannot share "
+                "equally; choose others"
+            )
+        return
+    if chunk is not None:
+        counts = {layers // stages} if first is None and last is None else {first, last} - {None}
+        if left_stages:
+            counts.add(left // left_stages)
+        wrong = sorted(count for count in counts if count % chunk or count == chunk)
+        if wrong:
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage {chunk} does not cut a pipeline stage of {wrong[0]} layers "
+                "into two or more equal parts; choose a smaller divisor of it, or leave it out"
+            )
+        elif len(counts) > 1:
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage {chunk} with pipeline stages of "
+                f"{' and '.join(map(str, sorted(counts)))} layers: interleaving needs the same number on each; leave "
+                "out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or this flag"
+            )
+
+
+@rule
+@_of_the_model
+def _experts(v: Values, shape: dict[str, Any]) -> Iterator[str]:
+    experts, size = experts_of(shape), v.expert_model_parallel_size
+    if size > 1 and not experts:
+        yield f"--expert-model-parallel-size {size} needs a model with experts, this one has none; leave it out"
+    elif experts % size:
+        yield f"--expert-model-parallel-size {size} does not divide the model's {experts} experts; choose a divisor"
+    if experts:
+        return
+    tensor = v.expert_tensor_parallel_size
+    if size == 1 and tensor != v.tensor_model_parallel_size:
+        yield f"--expert-tensor-parallel-size {tensor} needs a model with experts, this one has none; leave it out"
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if getattr(v, name):
+            yield f"{flag_of(name)} {getattr(v, name)} needs a model with experts, this one has none; leave it out"
+
+
+@rule
+@_of_the_model
+def _needs_sequence_parallel(v: Values, shape: dict[str, Any]) -> Iterator[str]:
+    """Megatron computes some gradients of these models wrongly otherwise, or refuses in the middle of a step."""
+    if v.tensor_model_parallel_size == 1 or v.sequence_parallel:
+        return
+    for kind, found in (
+        ("experts", experts_of(shape)),
+        ("latent attention", shape.get("kv_lora_rank")),
+        ("gated delta nets", shape.get("linear_num_key_heads")),
+    ):
+        if found:
+            yield (
+                f"--tensor-model-parallel-size {v.tensor_model_parallel_size} of a model with {kind} needs "
+                "--sequence-parallel: some gradients would be wrong without; add it"
+            )
+            return

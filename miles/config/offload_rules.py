@@ -85,9 +85,6 @@ def _checks(v: Values) -> Iterator[str]:
         yield "--check-residency has no effect without --offload-train: nothing sleeps; add or drop it"
 
 
-OFFLOAD_RULES = [_planned_moves, _moving_for_nobody, _levels, _master_weights, _streaming, _disk, _checks]
-
-
 def offload_warnings(v: Values) -> Iterator[str]:
     """What is allowed, and probably not meant."""
     if not (v.needs_engines and v.needs_trainer):
@@ -110,3 +107,23 @@ def offload_warnings(v: Values) -> Iterator[str]:
 
 def _is_default(name: str, value: Any) -> bool:
     return value == OffloadConfig.model_fields[name].default
+
+
+def _streamed_experts(v: Values) -> Iterator[str]:
+    if v.stream_optimizer_state_to_disk and v.expert_model_parallel_size > 1:
+        yield (
+            "--stream-optimizer-state-to-disk streams one optimizer, and experts that are shared out have one of their "
+            f"own (--expert-model-parallel-size {v.expert_model_parallel_size}); drop one of the two"
+        )
+
+
+OFFLOAD_RULES = [
+    _planned_moves,
+    _moving_for_nobody,
+    _levels,
+    _master_weights,
+    _streaming,
+    _disk,
+    _checks,
+    _streamed_experts,
+]

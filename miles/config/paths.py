@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import core_schema
 
+from miles.hf.shape import read_config_json
 from miles.utils.errors import UserError
 
 SLICE = re.compile(r"(.+)@\[(.*)\]")
@@ -28,11 +29,6 @@ def split_slice(path: str) -> tuple[Path, slice]:
             "counted from the end (-100), and there is no step"
         )
     return Path(match[1]), slice(*(int(bound) if bound else None for bound in bounds.groups()))
-
-
-def read_config_json(folder: str) -> Any:
-    """What config.json of a Hugging Face checkpoint holds."""
-    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
 
 
 def absolute(path: str) -> str:

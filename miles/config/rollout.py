@@ -6,9 +6,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from miles.config.context_length import KEPT_BY_SGLANG, engine_context, longest_context
-from miles.config.section import Derived, Section, derives
+from miles.config.effect import NotWith, OnlyWith, engines_run
+from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
 from miles.utils.errors import UserError
+
+_RUNS = "for both name a router that runs already"
 
 
 def _no_empty_text(texts: list[str] | None) -> list[str] | None:
@@ -48,20 +51,25 @@ class RolloutConfig(Section):
     rollout_stop_token_ids: StopIds = Field(None, description="Token ids that end a response.")
     rollout_skip_special_tokens: bool = Field(False, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
-    sglang_router_policy: Literal["cache_aware", "power_of_two", "round_robin", "random"] | None = Field(
+    sglang_router_policy: Annotated[
+        Literal["cache_aware", "power_of_two", "round_robin", "random"] | None,
+        NotWith("--sglang-router-ip", "a router that runs already"),
+    ] = Field(
         None,
         description="Start sglang-router in front of the engines, with this policy. Unset: Miles itself sends each "
         "group of samples to the engine with the fewest in flight.",
     )
-    sglang_router_ip: str | None = Field(
+    sglang_router_ip: Annotated[str | None, OnlyWith("--sglang-router-port", _RUNS)] = Field(
         None,
         description="Address of an sglang-router that runs already: Miles adds its engines to it and takes them out "
         "at the end.",
     )
-    sglang_router_port: int | None = Field(None, gt=0, lt=65536, description="Port of --sglang-router-ip.")
-    sglang_router_request_timeout_secs: int = Field(
-        14400, gt=0, description="Seconds after which a router that Miles started gives up a request."
+    sglang_router_port: Annotated[int | None, OnlyWith("--sglang-router-ip", _RUNS)] = Field(
+        None, gt=0, lt=65536, description="Port of --sglang-router-ip."
     )
+    sglang_router_request_timeout_secs: Annotated[
+        int, OnlyWith("--sglang-router-policy", where=engines_run, warns=True)
+    ] = Field(14400, gt=0, description="Seconds after which a router that Miles started gives up a request.")
     rollout_engine_start_timeout: float = Field(
         600.0, gt=0, description="Seconds that an engine may take until it answers its first health check."
     )
@@ -135,3 +143,13 @@ def _request_timeout(v: Values) -> Iterator[Derived]:
         if v.sglang_router_policy is not None and seconds > v.sglang_router_request_timeout_secs:
             seconds, reason = float(v.sglang_router_request_timeout_secs), "--sglang-router-request-timeout-secs"
         yield "rollout_request_timeout", seconds, reason
+
+
+@rule
+def _router(v: Values) -> Iterator[str]:
+    seconds = v.sglang_router_request_timeout_secs
+    if v.sglang_router_policy is not None and seconds < v.rollout_request_timeout:
+        yield (
+            f"--sglang-router-request-timeout-secs {seconds} is below --rollout-request-timeout "
+            f"{v.rollout_request_timeout:g}: the router would give up first; raise it"
+        )

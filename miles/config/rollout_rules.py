@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from miles.config.context_length import context_problems
-from miles.config.layout_rules import model_shape
 from miles.config.values import Values
+from miles.hf.shape import model_shape
 
 NONZERO_STD = "miles.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
@@ -72,7 +71,7 @@ def unknown_ids(what: str, ids: list[int] | None, checkpoint: str) -> Iterator[s
         yield f"{what}: the model has no token {', '.join(unknown)}, its vocabulary ends at {size - 1}; drop it"
 
 
-ROLLOUT_RULES = (_over_sampling, _masked_versions, _equal_rewards, _rollouts_of_the_user, context_problems, _stop_ids)
+ROLLOUT_RULES = (_over_sampling, _masked_versions, _equal_rewards, _rollouts_of_the_user, _stop_ids)
 
 
 def rollout_warnings(v: Values) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """The whole configuration of a run."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
@@ -26,17 +25,9 @@ from miles.config.reward import RewardConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.schedule import ScheduleConfig
 from miles.config.section import Section
+from miles.config.sglang import SglangConfig
 from miles.config.tracking import TrackingConfig
 from miles.config.weight_sync import WeightSyncConfig
-
-
-class SglangConfig(Section):
-    title: ClassVar[str] = "SGLang"
-
-    sglang: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the SGLang server: write --sglang-NAME VALUE for its --NAME, any number of times.",
-    )
 
 
 class RunConfig(

@@ -202,3 +202,8 @@ def _choices(
     if isinstance(listed, ast.Tuple | ast.List) and all(isinstance(item, ast.Constant) for item in listed.elts):
         return tuple(item.value for item in listed.elts)
     return None
+
+
+def has_draft(algorithm: str | None) -> bool:
+    """Whether an algorithm of --sglang-speculative-algorithm has a draft model; NGRAM looks up what was written."""
+    return algorithm is not None and algorithm.upper() != "NGRAM"

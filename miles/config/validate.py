@@ -5,39 +5,38 @@ from collections.abc import Iterator
 from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
 from miles.config.debug_rules import DEBUG_RULES
 from miles.config.effect import effect_rules
-from miles.config.engine_rules import ENGINE_RULES, engine_warnings
 from miles.config.eval_rules import EVAL_RULES, eval_warnings
 from miles.config.hooks_rules import HOOKS_RULES
-from miles.config.layout_rules import LAYOUT_RULES
-from miles.config.megatron_rules import MEGATRON_RULES
 from miles.config.multi_turn_rules import MULTI_TURN_RULES, multi_turn_warnings
 from miles.config.offload_rules import OFFLOAD_RULES, offload_warnings
-from miles.config.optimizer_rules import OPTIMIZER_RULES, optimizer_warnings
 from miles.config.path_rules import PATH_RULES
 from miles.config.rollout_rules import ROLLOUT_RULES, rollout_warnings
 from miles.config.run_config import SECTIONS, RunConfig
-from miles.config.section import Rule
+from miles.config.section import Rule, Section
 from miles.config.values import Undetermined, Values
 from miles.utils.export_folder import export_problem
 
 FIELDS = RunConfig.model_fields
+
+
+def rules_of(section: type[Section]) -> list[Rule]:
+    """What refuses the fields of one section: their annotations, then its rules."""
+    return effect_rules(section, FIELDS, warns=False) + section.rules()
+
+
 WARNINGS: list[Rule] = [
     one for section in SECTIONS for one in (*effect_rules(section, FIELDS, warns=True), *section.warnings())
 ]
 RULES: list[Rule] = [
-    *(one for section in SECTIONS for one in (*effect_rules(section, FIELDS, warns=False), *section.rules())),
+    *(one for section in SECTIONS for one in rules_of(section)),
     *PATH_RULES,
     *OFFLOAD_RULES,
-    *LAYOUT_RULES,
-    *MEGATRON_RULES,
-    *ENGINE_RULES,
     *ALGORITHM_RULES,
     *DEBUG_RULES,
     *ROLLOUT_RULES,
     *HOOKS_RULES,
     *MULTI_TURN_RULES,
     *EVAL_RULES,
-    *OPTIMIZER_RULES,
 ]
 
 
@@ -63,23 +62,9 @@ def warn(v: Values) -> Iterator[str]:
         yield from one(v)
     yield from eval_warnings(v)
     yield from multi_turn_warnings(v)
-    yield from optimizer_warnings(v)
     yield from algorithm_warnings(v)
     yield from offload_warnings(v)
-    yield from engine_warnings(v)
     yield from rollout_warnings(v)
-
-
-# --- layout ---
-
-
-@_rule
-def _node_size(v: Values) -> Iterator[str]:
-    if v.needs_trainer and v.actor_num_gpus_per_node > v.num_gpus_per_node:
-        yield (
-            f"--actor-num-gpus-per-node {v.actor_num_gpus_per_node} does not fit on a node of --num-gpus-per-node "
-            f"{v.num_gpus_per_node}; lower the first or correct the second"
-        )
 
 
 # --- rollout ---

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from miles.config.debug_rules import SAMPLE_FILE_ENDINGS
-from miles.config.layout_rules import model_shape
+from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 

@@ -7,7 +7,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from miles.backends.megatron_utils import cpu_support, torch_adam
 from miles.backends.trainer.world import join_world
 from miles.config import RunConfig
-from miles.config.layout_rules import virtual_stages
 
 
 def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> None:
@@ -33,7 +32,7 @@ def build_process_groups(config: RunConfig) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,

@@ -20,7 +20,6 @@ from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.parts import transformer_engine
 from miles.config import RunConfig
 from miles.config.continued import settings_of
-from miles.config.layout_rules import virtual_stages
 from miles.hf.parallel import ParallelInfo
 from miles.hf.vocab import padded_vocab_size
 
@@ -59,7 +58,7 @@ def transformer_config(config: RunConfig, hf_config) -> TransformerConfig:
         pipeline_model_parallel_size=sizes.pp,
         num_layers_in_first_pipeline_stage=config.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=config.decoder_last_pipeline_num_layers,
-        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from miles.config import RunConfig
-from miles.config.engine_rules import has_draft
+from miles.config.sglang_args import has_draft
 from miles.engines.client import SGLangClient, SGLangError
 from miles.utils.errors import UserError
 

@@ -4,6 +4,7 @@ import json
 from contextlib import contextmanager
 
 import pytest
+from pydantic import ValidationError
 
 from miles.config import validate
 from miles.config.resolve import ConfigError, resolve
@@ -37,6 +38,8 @@ def outcome(case, good, folder):
         said = [f"warned: {warning}" for warning in resolve(argv).warnings] or ["accepted"]
     except ConfigError as error:
         said = [f"refused: {problem}" for problem in error.problems]
+    except ValidationError:  # without the rule that refuses them, values that no configuration can have
+        said = []
     return [line.replace(str(folder), "HERE") for line in said]
 
 
