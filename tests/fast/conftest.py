@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 import time
+from multiprocessing import connection
 from pathlib import Path
 from unittest import mock
 
@@ -52,10 +53,10 @@ def run_ranks(tmp_path, forkserver):
         for rank in ranks:
             rank.start()
         try:
-            while any(rank.exitcode is None for rank in ranks):
-                if any(rank.exitcode for rank in ranks) or time.monotonic() > deadline:
+            while waiting := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                left = deadline - time.monotonic()
+                if any(rank.exitcode for rank in ranks) or not connection.wait(waiting, left):
                     break
-                time.sleep(0.05)
         finally:
             codes = [rank.exitcode for rank in ranks]
             for rank in ranks:

@@ -104,8 +104,9 @@ def _uneven_collectives(mappings: types.ModuleType) -> None:
     mappings._reduce_scatter_along_first_dim = uneven_reduce_scatter
 
 
+@functools.cache
 def install() -> None:
-    """Make this process able to build and train Megatron models on the CPU. Call once, before building a model."""
+    """Make this process able to build and train Megatron models on the CPU. Call before building a model."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher

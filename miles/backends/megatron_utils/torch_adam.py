@@ -10,6 +10,8 @@ has four faults, each silent or fatal on resume:
 * `state_dict()` of an optimizer that never stepped asserts, and the dummy step meant to fill it applies weight decay.
 """
 
+import functools
+
 import megatron.core.optimizer
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
@@ -128,11 +130,9 @@ def _gather_state(self, *args, **kwargs):
     return _at_places_in_buffers(self, _original_gather(self, *args, **kwargs))
 
 
+@functools.cache
 def install() -> None:
-    """Choose torch's AdamW and replace five methods of DistributedOptimizer.
-
-    Call once a process, before an optimizer is built.
-    """
+    """Choose torch's AdamW and replace five methods of DistributedOptimizer. Call before an optimizer is built."""
     if torch.cuda.is_available():
         _install_norms()
     megatron.core.optimizer.Adam = torch.optim.AdamW

@@ -10,6 +10,7 @@ import pytest
 from miles.ray.resume import first_rollout
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 ONE_STEP = ("--global-batch-size", "16")
@@ -163,9 +164,7 @@ def main(rank, checkpoint, folder, ports):
                     finish_checkpoint(folder / "saved", rollout_id)
         if rank_ == 0:
             (folder / f"{name}.json").write_text(json.dumps(lines))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-        parallel_state.destroy_model_parallel()
+        leave_world()
 
 
 def refusals(actor, mine):

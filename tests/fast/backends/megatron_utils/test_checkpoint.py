@@ -12,6 +12,7 @@ import pytest
 from miles.ray.resume import first_rollout
 from miles.utils.checkpoint_folder import MARKER, finish_checkpoint
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -215,9 +216,7 @@ def run(tracing, config, rank, ranks, port):
                 save_without_names(actor)
                 if rank == 0:
                     finish_checkpoint(config.save, UNNAMED)
-        torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    leave_world()
     return result
 
 

@@ -10,6 +10,7 @@ import torch
 
 from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -52,15 +53,6 @@ def loss_trace():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def leave_world(wait=True):
-    from megatron.core import parallel_state
-
-    if wait:
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    parallel_state.destroy_model_parallel()
 
 
 def built(rank, ranks, checkpoint, folder, flags, port):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
@@ -111,14 +112,12 @@ def tracing():
 
 
 def main(rank, world_size, checkpoint, folder, ports):
-    from megatron.core import parallel_state
-
     def trace(name, rank, ranks, flags):
         scratch = folder / f"{name}, rank {rank}"
         scratch.mkdir()
         config = tracing().trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
         tracing().trace(rank, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
-        parallel_state.destroy_model_parallel()
+        leave_world()
 
     if rank == 0:
         trace("one process", 0, 1, ())

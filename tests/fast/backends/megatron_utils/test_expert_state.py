@@ -19,6 +19,7 @@ from tests.fast.backends.megatron_utils.test_expert_layouts import (
     checkpoint,
     tracing,
 )
+from tests.fast.ranks import leave_world
 
 __all__ = ["checkpoint"]
 
@@ -108,7 +109,6 @@ def main(rank, phase, checkpoint, folder, ports):
 
 def run(config, rank, port):
     import torch
-    from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
     from miles.utils.errors import UserError
@@ -122,9 +122,7 @@ def run(config, rank, port):
         result["error"] = str(error)
     else:
         train(actor, result)
-    torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    leave_world()
     return result
 
 

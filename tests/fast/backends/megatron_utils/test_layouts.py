@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
@@ -170,8 +171,6 @@ def loss_trace():
 
 
 def main(rank, table, checkpoint, folder, ports):
-    from megatron.core import parallel_state
-
     tracing = loss_trace()
     runs = runs_of(globals()[table])
     # First each rank for itself, then both together.
@@ -181,7 +180,7 @@ def main(rank, table, checkpoint, folder, ports):
         scratch.mkdir()
         config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
         tracing.trace(rank_, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
-        parallel_state.destroy_model_parallel()
+        leave_world()
 
 
 if __name__ == "__main__":

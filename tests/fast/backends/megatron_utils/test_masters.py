@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 
@@ -37,7 +38,6 @@ def main(rank, checkpoint, folder, ports):
 
 
 def in_world(rank, ranks, checkpoint, folder, port, check):
-    from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
@@ -45,9 +45,7 @@ def in_world(rank, ranks, checkpoint, folder, port, check):
     actor = MegatronTrainRayActor(loss_trace().trace_config(checkpoint, ranks, 1, ["--bf16"], folder), rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     check(actor)
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    leave_world()
 
 
 def check_rebuild(actor):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 STEPS = 2  # of a rollout
@@ -147,7 +148,7 @@ def main(rank, kind, checkpoint, experts, folder, ports):
         run = build(tracing, config, rank_, ranks, ports[name])
         result = moments(*run, name) if kind == "moments" else skipped(*run, cause, fails=rank_ == ranks - 1)
         (folder / f"{name}, rank {rank_}.json").write_text(json.dumps(result))
-        torch.distributed.destroy_process_group()
+        leave_world()
 
 
 def build(tracing, config, rank, ranks, port):
@@ -155,7 +156,6 @@ def build(tracing, config, rank, ranks, port):
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    parallel_state.destroy_model_parallel()
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     of_rollout = (config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())

@@ -14,6 +14,7 @@ import pytest
 
 from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 # Cycles, with a rollout of two optimizer steps before, between and after them, and flags. In other layouts
@@ -75,9 +76,7 @@ def in_world(tracing, config, rank, port, train):
         dist.all_gather_object(digests, digest(actor.model.chunks[0]))
         kept = {name: value for name, value in metrics.items() if name.startswith("train/")}
         result.append(kept and {**kept, "weights": digests})
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    leave_world()
     return result
 
 

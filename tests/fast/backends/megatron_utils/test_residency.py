@@ -13,6 +13,7 @@ from miles.residency.plan import Move, Place, Region, leaves_after_sync
 from miles.residency.state import ResidencyError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
@@ -69,14 +70,6 @@ def main(rank, checkpoints, folder, ports):
         if lines[0]:
             (folder / f"{name}, {kind}.json").write_text(json.dumps(lines))
         leave_world()
-
-
-def leave_world():
-    from megatron.core import parallel_state
-
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    parallel_state.destroy_model_parallel()
 
 
 def loss_trace():

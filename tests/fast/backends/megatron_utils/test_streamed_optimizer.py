@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES, NEIGHBOURS, StateFile, _draws, decode, encode
 from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each; saved after the first
@@ -265,9 +266,7 @@ def run(tracing, config, rank, ranks, port, moments, chunk, breaks):
                     finish_checkpoint(config.save, rollout_id)
         if moments is not None:
             result["left"] = sum(t.untyped_storage().nbytes() for t in state_tensors(optimizer) if t.stride() != (0,))
-        torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    leave_world()
     return result
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from miles.utils.network import free_ports
+from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[5]
 CP2 = ("--context-parallel-size", "2")
@@ -58,9 +59,7 @@ def trained(rank, ranks, checkpoint, folder, flags, port):
         },
         "gradients": {name: p.main_grad.clone() for c in actor.model.chunks for name, p in c.named_parameters()},
     }
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    parallel_state.destroy_model_parallel()
+    leave_world()
     return found
 
 
