@@ -15,10 +15,13 @@ async def run(config: RunConfig) -> None:
     """One training run, from placement to summary."""
     # Here and not above: `--help` and a refused configuration answer without loading Ray.
     from miles.ray.batches import Batches
+    from miles.ray.calendar import due
     from miles.ray.checkpointer import Checkpointer
+    from miles.ray.evaluations import Evaluations
     from miles.ray.handover import Handover
     from miles.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
     from miles.ray.resume import first_rollout, nothing_left, resumed
+    from miles.ray.train.training import Training
     from miles.tracking.report import Report
 
     config = resumed(config)
@@ -30,33 +33,36 @@ async def run(config: RunConfig) -> None:
     if reason := nothing_left(config):  # --num-epoch, now that the prompts are counted
         await rollout.dispose()
         return print(reason)
-    handover = Handover(config, rollout)
-    await handover.engines_up()
-    models = await create_training_models(config, placement, handover)
+    models = create_training_models(config, placement)
+    handover = Handover(config, rollout, models)
+    await handover.build_models()
 
-    checkpointer = Checkpointer(config, rollout, models.actor, models.critic, handover)
-    await checkpointer.resume()
+    checkpointer = Checkpointer(config, rollout, models, handover)
+    version = await checkpointer.resume()
     start = first_rollout(config)
     report = Report(config, start)
     batches = Batches(config, rollout, report)
-    await handover.initial_sync()
-    handover.before_evaluation()
-    await report.evaluate_before_training(rollout)
+    training = Training(config, models, handover, checkpointer, report)
+    evaluations = Evaluations(config, rollout, report)
+    await handover.initial_sync(version)
+    await evaluations.before_training(start)
+    report.begin()
     for rollout_id in range(start, config.num_rollout):
+        today = due(config, rollout_id)
         batch = await batches.next(rollout_id)
         metrics = dict(batch.metrics)
         if config.needs_trainer:
             await handover.to_training()
-            metrics |= await models.train(rollout_id, batch.shards, checkpointer, report)
+            metrics |= await training.step(rollout_id, batch.shards)
             del batch  # so that its shards leave the object store before the next are made
             with report.timer("save"):
-                await checkpointer.save_if_due(rollout_id)
+                if today.save:
+                    await checkpointer.save(rollout_id)
         await batches.settle()
-        # What is saved or evaluated is synced, whatever the interval.
-        if handover.sync_is_due(rollout_id) or checkpointer.is_due(rollout_id) or report.evaluation_is_due(rollout_id):
+        if today.sync:
             metrics |= await handover.to_rollout()
-        handover.before_evaluation()
-        await report.evaluate_if_due(rollout, rollout_id)
+        if today.evaluation:
+            await evaluations.after(rollout_id)
         report.step(rollout_id, metrics)
     report.summary()
     await handover.disconnect()

@@ -4,6 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from miles.config import RunConfig
+from miles.ray.calendar import due
 from miles.ray.lazy_actor import ActorClient
 from miles.tracking.report import Report
 
@@ -39,7 +40,7 @@ class Batches:
             return await self.rollout.generate(rollout_id)
         with self.report.timer("wait"):
             batch = await (self._begin(rollout_id) if self._ahead is None else self._ahead)
-        more = self.config.one_step_ahead and rollout_id + 1 < self.config.num_rollout
+        more = self.config.one_step_ahead and due(self.config, rollout_id).next_rollout
         self._ahead = self._begin(rollout_id + 1) if more else None
         return batch
 

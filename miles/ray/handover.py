@@ -6,8 +6,8 @@ from collections import Counter
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
-from miles.ray.train.group import CriticGroup, TrainGroup
-from miles.residency.executor import Executor
+from miles.ray.train.models import TrainingModels
+from miles.residency.executor import Executor, Service
 from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
 from miles.residency.policy import policy_of
 from miles.weight_sync.target import EngineTarget
@@ -28,63 +28,67 @@ class Handover:
     Args:
         config: the run's configuration.
         rollout: client of the RolloutManager, with its engines started.
+        models: what is trained, not built yet.
 
     Attributes:
         version: of the weights that were sent last. A resumed run goes on counting.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient):
+    def __init__(self, config: RunConfig, rollout: ActorClient, models: TrainingModels):
         self.config = config
         self.rollout = rollout
+        self.models = models
         self.active = config.needs_engines and config.needs_trainer
         self.version = 0
         self._policy = policy_of(config)
-        self._executor = Executor(self._policy, {Party.ENGINE: rollout}, self._sync)
-        self._trainer: TrainGroup | None = None
+        services: dict[Party, Service] = {Party.ENGINE: rollout, Party.ACTOR: models.actor}
+        if models.critic is not None:
+            services[Party.CRITIC] = models.critic
+        self._executor = Executor(self._policy, services, self._sync)
         # Of the step: the sums of what its moves took so far, and whether the actor has had no turn in it.
         self._moved: Counter[str] = Counter()
         self._critic_alone = False
 
-    async def engines_up(self) -> None:
-        """The engines have started: they make room for the trainer to be built."""
+    async def build_models(self) -> None:
+        """Build the actor and its critic, one after the other, and load their weights or checkpoints.
+
+        The engines make room for them, and each leaves the GPUs once it is built, until there is a batch.
+        """
         await self._set_up(Phase.ENGINES_UP)
-
-    async def trainer_built(self, trainer: TrainGroup) -> None:
-        """The actor has been built, and its checkpoint loaded: it sleeps until there is a batch."""
-        self._trainer = self._executor.services[Party.ACTOR] = trainer
+        if self.config.needs_trainer:
+            await self.models.actor.init()
         await self._set_up(Phase.TRAINER_BUILT)
+        if self.models.critic is not None:
+            await self.models.critic.init()
+            await self._set_up(Phase.CRITIC_BUILT)
 
-    async def critic_built(self, critic: CriticGroup) -> None:
-        """The critic has been built, on the GPUs that the actor has left: it sleeps as well."""
-        self._executor.services[Party.CRITIC] = critic
-        await self._set_up(Phase.CRITIC_BUILT)
+    async def initial_sync(self, version: int) -> None:
+        """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint.
 
-    async def initial_sync(self) -> None:
-        """Connect both sides and send the first weights: the engines' own, or those of a loaded checkpoint."""
+        Args:
+            version: of the weights that the run had sent last when its checkpoint was saved; 0 for a new run.
+        """
+        self.version = version
         if self.active:
             urls = await self.rollout.engine_urls()
-            await self._trainer.connect([self._target(rank, url) for rank, url in enumerate(urls)])
+            await self.models.actor.connect([self._target(rank, url) for rank, url in enumerate(urls)])
             await self._set_up(Phase.FIRST_SYNC)
 
     async def disconnect(self) -> None:
         """The run is over: engines that were there before it, and stay, forget the trainer."""
         if self.active and self.config.rollout_external:
-            await self._trainer.disconnect()
+            await self.models.actor.disconnect()
 
     async def to_training(self) -> None:
         """The batch is there: the engines leave, the first model to be trained comes."""
         self._moved.clear()
-        self._critic_alone = self.config.use_critic
+        self._critic_alone = self.models.critic is not None
         await self._in_step(Phase.AFTER_GENERATE)
 
     async def to_actor(self) -> None:
         """The critic is trained and saved: it leaves, the actor comes."""
         await self._in_step(Phase.AFTER_CRITIC)
         self._critic_alone = False
-
-    def sync_is_due(self, rollout_id: int) -> bool:
-        """Whether --update-weights-interval asks for new weights after `rollout_id`."""
-        return (rollout_id + 1) % self.config.update_weights_interval == 0
 
     async def to_rollout(self) -> dict[str, float]:
         """The step is trained: the last model leaves, the engines come and get the actor's weights as the next version.
@@ -103,10 +107,6 @@ class Handover:
     def before_save(self) -> None:
         """Raise ResidencyError unless all that the actor's checkpoint holds is on the GPU."""
         self._check(Phase.BEFORE_SAVE)
-
-    def before_evaluation(self) -> None:
-        """Raise ResidencyError unless the engines can generate, with the weights that were sent last."""
-        self._check(Phase.EVALUATION)
 
     def _check(self, phase: Phase) -> None:
         if self.active:
@@ -138,7 +138,7 @@ class Handover:
 
     async def _update(self) -> dict[str, float]:
         try:
-            return await self._trainer.update_weights(self.version)
+            return await self.models.actor.update_weights(self.version)
         except Exception:
             await self.rollout.check_engines()  # the end of a server says more than a lost connection
             raise

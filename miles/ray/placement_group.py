@@ -26,7 +26,6 @@ from miles.backends.sglang_utils.external import ExternalEngine
 from miles.backends.sglang_utils.router import ExternalRouter, SGLangRouter
 from miles.config import RunConfig
 from miles.ray.cluster import num_bundles
-from miles.ray.handover import Handover
 from miles.ray.lazy_actor import ActorClient
 from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.ray.train.models import TrainingModels
@@ -229,20 +228,12 @@ def _address(config: RunConfig, node_ip: str) -> str:
     return HOST if one_node and config.sglang_router_ip in (None, HOST) else node_ip
 
 
-async def create_training_models(config: RunConfig, placement: Placement, handover: Handover) -> TrainingModels:
-    """Start what is trained, rank by rank on its bundles, and load the models or their checkpoints.
+def create_training_models(config: RunConfig, placement: Placement) -> TrainingModels:
+    """Start the processes of what is trained, rank by rank on its bundles; they build nothing yet.
 
-    One after the other: each leaves the GPUs once it is built. Without trainer bundles (--debug-rollout-only) the actor
-    has no ranks.
+    Without trainer bundles (--debug-rollout-only) the actor has no ranks.
     """
     options = [placement.options(bundle, TRAINER_SHARE) for bundle in placement.trainer]
     nodes = [bundle.node_ip for bundle in placement.trainer]
-    actor, critic = TrainGroup(config, options, nodes), None
-    if options:
-        await actor.init()
-    await handover.trainer_built(actor)
-    if config.use_critic:
-        critic = CriticGroup(config, options, nodes)
-        await critic.init()
-        await handover.critic_built(critic)
-    return TrainingModels(config, actor, critic, handover)
+    critic = CriticGroup(config, options, nodes) if config.use_critic else None
+    return TrainingModels(TrainGroup(config, options, nodes), critic)

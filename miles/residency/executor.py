@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,33 +30,31 @@ class _Progress:
     phase: Phase
     call: int = 0  # the number of the one that is being made or has failed
     metrics: Counter[str] = field(default_factory=Counter)  # sums of those that were made
+    error: BaseException | None = None  # what the call has failed with
 
 
 class Executor:
     """Runs phases, one at a time.
 
-    Moves go to their party as they were planned. A call that raises leaves its regions `moving`. Who has made a move
-    makes it no second time, so the phase may be run again: it goes on with the call that failed. Any other phase that
-    touches those regions is refused.
+    Moves go to their party as they were planned. After a call that raises only the same phase may be run: it goes on
+    with that call, of which a party makes no move twice. Every other phase is refused.
 
     Args:
         policy: a legal policy.
-        services: who makes a party's moves. A trainer may be added once it is built.
+        services: who makes a party's moves.
         sync: sends the actor's weights to the engines and returns metrics.
     """
 
     def __init__(
         self,
         policy: Policy,
-        services: dict[Party, Service],
+        services: Mapping[Party, Service],
         sync: Callable[[], Awaitable[dict[str, float]]],
     ):
         self.policy = policy
         self.services = services
         self.sync = sync
         self.table = RegionTable(start(policy))
-        # Why nobody may generate with the engines' weights. They start with those of a checkpoint.
-        self._unreadable: str | None = None
         # Of the phase that is running or has failed.
         self._progress: _Progress | None = None
 
@@ -66,47 +64,54 @@ class Executor:
         Returns: the sums of the metrics of all calls, with those that were made before a failure.
 
         Raises:
-            ResidencyError: a region is not where the plan expects it; names party, region, state and this phase. Then
-                nothing was called.
-            Exception: what a call raised. Its regions are left `moving`, see above.
+            ResidencyError: a region is not where the plan expects it, or another phase has failed. The message names
+                this phase, and nothing was called.
+            Exception: what a call raised.
         """
         steps = plan(phase, self.policy)
-        calls = _calls(steps)
-        progress = self._progress
-        if progress is None or progress.phase != phase:
+        self._check_unfinished(phase)
+        if self._progress is None:
             self._check_sources(steps, phase)
-            progress = _Progress(phase)
-        for call in calls[progress.call :]:
-            self._progress = progress
-            progress.metrics.update(await self._make(call, phase))
+            self._progress = _Progress(phase)
+        progress = self._progress
+        for call in _calls(steps)[progress.call :]:
+            try:
+                progress.metrics.update(await self._make(call, phase))
+            except BaseException as error:
+                progress.error = error
+                raise
             progress.call += 1
-        if calls:
-            self._progress = None
+        self._progress = None
         self.check(phase)
         return dict(progress.metrics)
 
     def check(self, phase: Phase) -> None:
-        """Raise unless what is needed after `phase` is on the GPU and readable.
+        """Raise unless what is needed after `phase` is on the GPU.
 
         Raises:
-            ResidencyError: names party, region, state and phase.
+            ResidencyError: names party, region, place and phase.
         """
+        self._check_unfinished(phase)
         for party, region in sorted(needs(phase, self.policy)):
-            self.table.require(party, region, f"phase {phase}", frozenset({Place.GPU}))
-            if (party, region) == (Party.ENGINE, Region.WEIGHTS) and self._unreadable is not None:
-                raise ResidencyError(f"{party} {region} is on the gpu, but {self._unreadable}: phase {phase} needs it")
+            self.table.require(party, region, Place.GPU, f"phase {phase}")
+
+    def _check_unfinished(self, phase: Phase) -> None:
+        progress = self._progress
+        if progress is not None and progress.phase is not phase:
+            cause = progress.error
+            raise ResidencyError(
+                f"phase {phase} can't come: phase {progress.phase} has not ended"
+                + (f", which failed: {type(cause).__name__}: {cause}" if cause is not None else "")
+            ) from cause
 
     def _check_sources(self, steps: Sequence[Step], phase: Phase) -> None:
-        """Raise unless each region is where its first move expects it, and at rest if the sync reads it."""
-        expected: dict[tuple[Party, Region], frozenset[Place]] = {}
+        """Raise unless each region is where its first move expects it."""
+        first: dict[tuple[Party, Region], Place] = {}
         for step in steps:
             if isinstance(step, Move):
-                expected.setdefault((step.party, step.region), frozenset({step.source}))
-            elif isinstance(step, Sync):
-                for region in (Region.WEIGHTS, Region.OPTIMIZER):
-                    expected.setdefault((Party.ACTOR, region), frozenset(Place))
-        for key, places in expected.items():
-            self.table.require(*key, f"phase {phase}", places)
+                first.setdefault((step.party, step.region), step.source)
+        for (party, region), place in first.items():
+            self.table.require(party, region, place, f"phase {phase}")
 
     async def _make(self, call: Call, phase: Phase) -> dict[str, float]:
         match call:
@@ -117,34 +122,20 @@ class Executor:
             case moves:
                 return await self._move(moves, phase)
 
-    async def _move(self, moves: Sequence[Move], phase: Phase) -> dict[str, float]:
+    async def _move(self, moves: tuple[Move, ...], phase: Phase) -> dict[str, float]:
         for move in moves:
             self.table.begin(move, f"phase {phase}")
-            if (move.party, move.region) == (Party.ENGINE, Region.WEIGHTS):
-                self._unreadable = "no weight sync has written it since it left"
-        try:
-            metrics = await self.services[moves[0].party].move(moves)
-        except Exception as error:
-            for move in moves:
-                self.table.interrupt(move, error)
-            raise
+        metrics = await self.services[moves[0].party].move(moves)
         for move in moves:
             self.table.finish(move)
         return metrics
 
     async def _sync(self, phase: Phase) -> dict[str, float]:
         caller = f"the weight sync in phase {phase}"
-        self.table.require(Party.ENGINE, Region.WEIGHTS, caller, frozenset({Place.GPU}))
+        self.table.require(Party.ENGINE, Region.WEIGHTS, Place.GPU, caller)
         if self.policy.sync_gathers:
-            self.table.require(Party.ACTOR, Region.COMM, caller, frozenset({Place.GPU}))
-        self._unreadable = f"{caller} has not ended"
-        try:
-            metrics = await self.sync()
-        except Exception as error:
-            self._unreadable = f"{caller} failed: {type(error).__name__}: {error}"
-            raise
-        self._unreadable = None
-        return metrics
+            self.table.require(Party.ACTOR, Region.COMM, Place.GPU, caller)
+        return await self.sync()
 
 
 def _calls(steps: Sequence[Step]) -> list[Call]:

@@ -62,8 +62,6 @@ class Phase(StrEnum):
     AFTER_CRITIC_ONLY = "after_critic_only"
     BEFORE_SAVE = "before_save"
     AFTER_TRAIN = "after_train"
-    EVALUATION = "evaluation"
-    SHUT_DOWN = "shut_down"
 
 
 ENGINE_REGIONS = (Region.CUDA_GRAPH, Region.KV_CACHE, Region.WEIGHTS)
@@ -258,14 +256,14 @@ def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
             return caches + early + back(weights_leave) + late + _sync(policy) + back(pools_leave)
         case Phase.AFTER_TRAIN:
             return actor_leaves + plan(Phase.FIRST_SYNC, policy)
-        case Phase.BEFORE_CRITIC_SAVE | Phase.BEFORE_SAVE | Phase.EVALUATION | Phase.SHUT_DOWN:
+        case Phase.BEFORE_CRITIC_SAVE | Phase.BEFORE_SAVE:
             return ()
 
 
 def needs(phase: Phase, policy: Policy) -> frozenset[tuple[Party, Region]]:
-    """What must be on the GPU and readable once the plan of `phase` has run."""
+    """What must be on the GPU once the plan of `phase` has run."""
     match phase:
-        case Phase.FIRST_SYNC | Phase.AFTER_TRAIN | Phase.AFTER_CRITIC_ONLY | Phase.EVALUATION:
+        case Phase.FIRST_SYNC | Phase.AFTER_TRAIN | Phase.AFTER_CRITIC_ONLY:
             return frozenset((Party.ENGINE, region) for region in ENGINE_REGIONS)
         case Phase.AFTER_GENERATE | Phase.AFTER_CRITIC:
             party = Party.CRITIC if policy.critic and phase == Phase.AFTER_GENERATE else Party.ACTOR
@@ -276,7 +274,7 @@ def needs(phase: Phase, policy: Policy) -> frozenset[tuple[Party, Region]]:
             # Gradients are not saved.
             party = Party.CRITIC if phase == Phase.BEFORE_CRITIC_SAVE else Party.ACTOR
             return frozenset((party, region) for region in _moving_regions(policy) if region != Region.GRADS)
-        case Phase.ENGINES_UP | Phase.TRAINER_BUILT | Phase.CRITIC_BUILT | Phase.SHUT_DOWN:
+        case Phase.ENGINES_UP | Phase.TRAINER_BUILT | Phase.CRITIC_BUILT:
             return frozenset()
 
 

@@ -5,14 +5,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from miles.config import RunConfig
 from miles.utils.disk import writing
 from miles.utils.errors import UserError
+from miles.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ EVAL_DETAILS = ("-before_train", "-none_reward_ratio", "-truncated_ratio", "-fai
 
 
 class Report:
-    """Times, evaluates and writes down the steps of a run, in `metrics.jsonl` and `tensorboard` in the run's folder.
+    """Times the steps of a run and writes them down, in `metrics.jsonl` and `tensorboard` in the run's folder.
 
     Args:
         config: the run's configuration, with `num_rollout` set.
@@ -64,7 +64,8 @@ class Report:
         _drop_from(self.path, math.inf if replaced is None else replaced)
         self._first = self._next = start_rollout_id
         self._initial: dict[str, float] = {}
-        self._measured: dict[str, float] = {}
+        self._added: dict[str, float] = {}
+        self._watch = Stopwatch()
         self._started = self._last = time.monotonic()
         self._tensorboard = None
         if config.use_tensorboard:
@@ -73,50 +74,34 @@ class Report:
 
             self._tensorboard = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=replaced)
 
-    @contextmanager
-    def timer(self, phase: str) -> Iterator[None]:
+    def timer(self, phase: str) -> AbstractContextManager[None]:
         """Counts the seconds of a phase, one of `TIMES`, for the step that is reported next."""
-        start = time.monotonic()
-        yield
-        name = TIMES[phase]
-        self._measured[name] = self._measured.get(name, 0.0) + time.monotonic() - start
+        return self._watch(phase)
 
-    async def evaluate_before_training(self, rollout: Any) -> None:
-        """Evaluates and prints, if evaluation is on and the run is new. The first step's time counts from here.
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Prints an evaluation of the run's start.
 
-        The metrics are written with the first step, under names that end in `-before_train` if it has its own. With
-        --num-rollout 0 they are all of the run, and are written as those of the step whose weights it has.
-
-        Args:
-            rollout: client of the RolloutManager.
+        It is written with the first step, under names that end in `-before_train` if that has its own.
         """
-        if self.config.num_rollout == 0:
-            await self._evaluate_only(rollout)
-        elif self.config.eval_interval is not None and not self.config.skip_eval_before_train and self._first == 0:
-            self._initial = await rollout.evaluate(0, True)
-            print(f"before training{_evaluations(self._initial)}", flush=True)
+        self._initial = dict(metrics)
+        print(f"before training{_evaluations(metrics)}", flush=True)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints and writes the evaluation of `step` that is all of a run, with the seconds of its `timer`."""
+        print(f"evaluation{_evaluations(metrics)}", flush=True)
+        times = self._times_so_far()
+        self._write(step, {**metrics, **times, "perf/step_time": sum(times.values())})
+
+    def begin(self) -> None:
+        """The first step's time counts from here: no step pays for what came before."""
         self._started = self._last = time.monotonic()
 
-    async def _evaluate_only(self, rollout: Any) -> None:
-        start, step = time.monotonic(), max(self._first - 1, 0)
-        metrics = await rollout.evaluate(step, False)
-        print(f"evaluation{_evaluations(metrics)}", flush=True)
-        seconds = time.monotonic() - start
-        self._write(step, {**metrics, "perf/eval_time": seconds, "perf/step_time": seconds})
-
-    def evaluation_is_due(self, rollout_id: int) -> bool:
-        """Whether an evaluation follows `rollout_id`: after every `eval_interval` of them, and after the last."""
-        interval = self.config.eval_interval
-        return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.config.num_rollout)
-
-    async def evaluate_if_due(self, rollout: Any, rollout_id: int) -> None:
-        """Evaluates after `rollout_id` if it is due; the metrics go into the next report."""
-        if self.evaluation_is_due(rollout_id):
-            with self.timer("eval"):
-                self._measured |= await rollout.evaluate(rollout_id, False)
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Takes metrics that belong to the step that is reported next."""
+        self._added |= metrics
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Writes and prints one step: `metrics`, what was measured here, and `perf/step_time`, the seconds it all took.
+        """Writes and prints one step: `metrics`, what was added and timed, and `perf/step_time`, the seconds of it all.
 
         A number that isn't finite is written as null, with a warning.
         """
@@ -125,8 +110,8 @@ class Report:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
 
-        values = {name: float(value) for name, value in {**metrics, **self._measured}.items()}
-        self._measured = {}
+        values = {name: float(value) for name, value in {**metrics, **self._added, **self._times_so_far()}.items()}
+        self._added = {}
         line = _step_line(rollout_id, self.config.num_rollout, values)
         values["perf/step_time"] = seconds
         for name, value in self._initial.items():
@@ -135,6 +120,11 @@ class Report:
         self._write(rollout_id, values)
         left = (now - self._started) / (self._next - self._first) * (self.config.num_rollout - self._next)
         print(f"{line} | {seconds:.1f}s/step  eta {duration(left)}", flush=True)
+
+    def _times_so_far(self) -> dict[str, float]:
+        times = {TIMES[phase]: seconds for phase, seconds in self._watch.seconds.items()}
+        self._watch = Stopwatch()
+        return times
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         bad = [name for name, value in values.items() if not math.isfinite(value)]

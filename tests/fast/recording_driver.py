@@ -11,6 +11,7 @@ from miles.ray import placement_group
 from miles.ray.resume import resumed
 from miles.ray.rollout.training_data import RolloutResult
 from miles.residency import filesystem
+from miles.residency.plan import Region
 from miles.utils.arguments import parse_args
 from miles.utils.checkpoint_folder import begin_checkpoint
 from tests.fast.fake_checkpoint import write_ranks, write_rollout
@@ -27,8 +28,9 @@ class Service:
     Moves are written down as "<name> leaves <regions>" or "<name> returns <regions>".
     """
 
-    def __init__(self, name, calls, answers, fail_at, save):
+    def __init__(self, name, calls, answers, fail_at, save, places):
         self._name, self._calls, self._answers, self._fail_at, self._save = name, calls, answers, fail_at, save
+        self._places = places
 
     def __getattr__(self, verb):
         if verb.startswith("_"):
@@ -42,6 +44,7 @@ class Service:
             fails = len(self._calls) == self._fail_at
             if not fails:
                 self._calls.append(line)
+                self._places.see(self._name, verb, arguments)
                 if verb == "save":
                     self._save(arguments[0])
 
@@ -57,6 +60,35 @@ class Service:
             return answer()
 
         return call
+
+
+class Places:
+    """What is away, and whether the engines' weights are written: nobody uses what is not there."""
+
+    def __init__(self):
+        self.away, self.written = set(), True
+
+    def see(self, name, verb, arguments):
+        """A call that is made. The services are a run's own: what is away is known of them alone."""
+        match name, verb:
+            case _, "move":
+                keys = {(name, move.region) for move in arguments[0]}
+                leave = arguments[0][0].leaves
+                assert keys.isdisjoint(self.away) if leave else keys <= self.away, f"{name} {keys} move twice"
+                self.away = self.away | keys if leave else self.away - keys
+                self.written = self.written and ("rollout", Region.WEIGHTS) not in keys
+            case _, "update_weights":
+                assert ("rollout", Region.WEIGHTS) not in self.away
+                self.written = True
+            case "rollout", "generate" | "evaluate":
+                assert self.written and not self._lacks("rollout"), f"{verb} without {self._lacks('rollout')}"
+            case _, "train":
+                assert not self._lacks(name), f"{name} trains without {self._lacks(name)}"
+            case "trainer" | "critic", "save" | "export_hf":
+                assert self._lacks(name) <= {Region.GRADS}, f"{name} saves without {self._lacks(name)}"
+
+    def _lacks(self, name):
+        return {region for owner, region in self.away if owner == name}
 
 
 def _words(verb, arguments):
@@ -101,7 +133,8 @@ def driver(tmp_path, monkeypatch):
         }
         bundles = [SimpleNamespace(node_ip="here")] * config.world_size if config.needs_trainer else []
         placement = SimpleNamespace(trainer=bundles, options=lambda bundle, share: {})
-        rollout = Service("rollout", calls, answers, fail_at, write_rollout)
+        places = Places()
+        rollout = Service("rollout", calls, answers, fail_at, write_rollout, places)
 
         async def create_rollout_manager(config, placement):
             calls.append("rollout created")
@@ -111,7 +144,7 @@ def driver(tmp_path, monkeypatch):
             def save(rollout_id):
                 write_ranks(begin_checkpoint(root, rollout_id))
 
-            return lambda config, options, nodes: Service(name, calls, answers | more, fail_at, save)
+            return lambda config, options, nodes: Service(name, calls, answers | more, fail_at, save, places)
 
         monkeypatch.setattr(placement_group, "create_placement_groups", lambda config: placement)
         monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)

@@ -327,27 +327,30 @@ async def test_a_run_that_only_evaluates(drive, tmp_path, capsys, flags, step, s
     assert printed.startswith("evaluation  eval/held_out 0.25\n1 step ") and "eval/held_out    0.250" in printed
 
 
-@pytest.mark.parametrize(
-    ("check", "last_call"),
-    [("before_save", "trainer train 0"), ("before_evaluation", "rollout returns kv_cache cuda_graph")],
-)
-async def test_saving_and_evaluation_are_refused_where_their_side_is_away(drive, monkeypatch, check, last_call):
+async def test_saving_is_refused_where_the_trainer_is_away(drive, monkeypatch):
     def refuse(handover):
         raise ResidencyError("away")
 
-    monkeypatch.setattr(Handover, check, refuse)
+    monkeypatch.setattr(Handover, "before_save", refuse)
     calls = []
     with pytest.raises(ResidencyError, match="away"):
         await drive("--colocate --save checkpoints --save-interval 1", calls)
-    assert calls == CPU[: len(calls)] and calls[-1] == last_call
+    assert calls == CPU[: len(calls)] and calls[-1] == "trainer train 0"
 
 
-async def test_each_evaluation_is_preceded_by_its_check(drive, monkeypatch):
-    calls = []
-    monkeypatch.setattr(Handover, "before_evaluation", lambda handover: calls.append("check"))
-    await drive("--colocate", calls)
-    # Before the first step and at the end of each.
-    assert [number for number, call in enumerate(calls) if call == "check"] == [10, 19, 28, 37]
+async def test_an_evaluation_that_the_engines_refuse_ends_the_run(drive, tmp_path):
+    (tmp_path / "held_out.jsonl").touch()
+
+    def refuse():
+        raise ResidencyError("away")
+
+    calls, evaluated = [], "--eval-prompt-data held_out held_out.jsonl --eval-interval 2 --skip-eval-before-train"
+    with pytest.raises(ResidencyError, match="away"):
+        await drive(f"--colocate {evaluated}", calls, evaluate=refuse)
+    assert [call for call in calls if "rollout g" in call or "evaluate" in call] == [
+        *("rollout generate 0", "rollout generate 1"),
+        "rollout evaluate 1 False",
+    ]
 
 
 @pytest.mark.parametrize("peak", ["cpu", "gpu"])

@@ -2,10 +2,10 @@
 
 import asyncio
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
+from miles.config import RunConfig
 from miles.ray.batches import Batches
 
 
@@ -37,8 +37,7 @@ class Waits:
 
 
 def batches_of(num_rollout=3, **schedule):
-    flags = {"one_step_ahead": False, "fully_async": False, "num_rollout": num_rollout} | schedule
-    config = SimpleNamespace(**flags, overlaps=flags["one_step_ahead"] or flags["fully_async"])
+    config = RunConfig.model_construct(**(RunConfig.model_construct(num_rollout=num_rollout).model_dump() | schedule))
     rollout, report = Rollout(), Waits()
     return Batches(config, rollout, report), rollout, report
 

@@ -6,6 +6,7 @@ import pytest
 
 from miles.config import RunConfig
 from miles.ray.handover import Handover
+from miles.ray.train.models import TrainingModels
 from miles.residency.plan import Party, Region
 from miles.residency.state import ResidencyError
 from miles.weight_sync.target import EngineTarget
@@ -71,13 +72,10 @@ def config(**changes):
 
 async def started(trainer=None, **changes):
     """A hand-over after its first sync, and the trainer."""
-    trainer = trainer or Service()
-    handover = Handover(config(**changes), Service())
-    await handover.engines_up()
-    await handover.trainer_built(trainer)
-    if handover.config.use_critic:
-        await handover.critic_built(Service())
-    await handover.initial_sync()
+    trainer, run = trainer or Service(), config(**changes)
+    handover = Handover(run, Service(), TrainingModels(trainer, Service() if run.use_critic else None))
+    await handover.build_models()
+    await handover.initial_sync(0)
     return handover, trainer
 
 
@@ -131,7 +129,6 @@ async def test_a_step_of_the_critic_alone():
     metrics = await handover.to_rollout()
     assert (metrics["perf/sleep_bytes"], metrics["perf/reload_process_groups_time"]) == (20 * GB, 2 * 0.25)
     assert actor.calls == [("returns", "comm"), ("update_weights", 2), ("leaves", "comm")]
-    handover.before_evaluation()
     # And then one of both.
     await handover.to_training()
     await handover.to_actor()
@@ -149,11 +146,10 @@ async def test_each_sync_has_a_version_of_its_own_and_a_failed_one_is_repeated_w
     trainer.broken = "update_weights"
     with pytest.raises(OSError):
         await handover.to_rollout()
-    with pytest.raises(ResidencyError, match="engine .* phase evaluation"):
-        handover.before_evaluation()
+    with pytest.raises(ResidencyError, match="^phase after_generate can't come: phase after_train has not ended, "):
+        await handover.to_training()
     trainer.broken = None
     assert (await handover.to_rollout())["perf/sleep_time"] == 0.5  # of before the failure
-    handover.before_evaluation()
     assert [call for call in trainer.calls if call[0] == "update_weights"] == [("update_weights", v) for v in (1, 2, 3)]
     assert [call[0] for call in trainer.calls].count("leaves") == 2
 
@@ -178,15 +174,12 @@ async def test_a_failed_sync_is_explained_by_a_server_that_ended():
     assert str(caught.value.__context__) == "update_weights failed"
 
 
-async def test_saving_and_evaluation_at_the_wrong_time():
+async def test_saving_at_the_wrong_time():
     handover, _ = await started()
-    handover.before_evaluation()
     with pytest.raises(ResidencyError, match="^actor comm is dropped: phase before_save needs it gpu$"):
         handover.before_save()
     await handover.to_training()
     handover.before_save()
-    with pytest.raises(ResidencyError, match="^engine cuda_graph is dropped: phase evaluation needs it gpu$"):
-        handover.before_evaluation()
 
 
 async def test_set_up_is_logged_with_what_moved(caplog):
@@ -219,7 +212,7 @@ async def test_a_colocated_engine_reads_from_the_ranks_on_its_bundles_and_a_remo
     _, trainer = await started(offload_train=False, offload_rollout=False, **changes)
     urls = ("http://first", "http://second")
     targets = [EngineTarget(url, 2, ranks) for url, ranks in zip(urls, sources, strict=True)]
-    assert trainer.calls == [("connect", targets), ("update_weights", 1)]
+    assert trainer.calls == [("init",), ("connect", targets), ("update_weights", 1)]
 
 
 @pytest.mark.parametrize("lone", [{"debug_rollout_only": True}, {"loss_type": "sft_loss"}, {"debug_train_only": True}])
@@ -228,6 +221,5 @@ async def test_nothing_happens_where_a_side_is_missing(lone):
     await handover.to_training()
     assert await handover.to_rollout() == {}
     handover.before_save()
-    handover.before_evaluation()
-    assert trainer.calls == handover.rollout.calls == []
+    assert trainer.calls == ([("init",)] if handover.config.needs_trainer else []) and handover.rollout.calls == []
     assert handover.version == 0

@@ -239,7 +239,6 @@ def test_what_is_needed_is_what_is_used():
         expected = {
             Phase.FIRST_SYNC: engine,
             TRAINED: engine,
-            Phase.EVALUATION: engine,
             GENERATED: critic if a_policy.critic else actor,
             Phase.AFTER_CRITIC: actor,
             Phase.BEFORE_CRITIC_SAVE: critic - {(CRITIC, Region.GRADS)} if a_policy.critic else set(),

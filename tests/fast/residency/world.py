@@ -217,7 +217,7 @@ def simulate(a_policy, steps=2, failures=(), planner=plan):
             run(Phase.AFTER_TRAIN)
         else:
             run(Phase.AFTER_CRITIC_ONLY)
-        run(Phase.EVALUATION)
+        world.generate()  # an evaluation
         check_moves(a_policy, world.finished, actor_stays_away=not actor_comes)
 
     run(Phase.ENGINES_UP)
@@ -234,5 +234,4 @@ def simulate(a_policy, steps=2, failures=(), planner=plan):
     for _ in range(steps):
         step()
     world.generate()
-    run(Phase.SHUT_DOWN)
     return next(number)

@@ -31,7 +31,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def make_report(tmp_path):
-    """Makes the report of a run in tmp_path/run, without TensorBoard and with evaluation every two steps."""
+    """Makes the report of a run in tmp_path/run, without TensorBoard."""
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "prompts.jsonl").write_text('{"input": "a", "label": "b"}\n')
@@ -46,17 +46,6 @@ def make_report(tmp_path):
         return Report(config.model_copy(update={"num_rollout": num_rollout} | changes), start)
 
     return make
-
-
-class Evaluator:
-    """Stands for the client of a RolloutManager; returns the given values of `eval/demo`, one an evaluation."""
-
-    def __init__(self, *values):
-        self.values, self.asked = list(values), []
-
-    async def evaluate(self, rollout_id, before_training):
-        self.asked.append("first" if before_training else rollout_id)
-        return {"eval/demo": self.values.pop(0)}
 
 
 def lines_of(report):
@@ -175,41 +164,27 @@ def test_a_broken_file_is_refused(make_report, line, words):
         make_report(5)
 
 
-async def test_evaluation_is_made_when_due(make_report, capsys):
-    report, rollout = make_report(5), Evaluator(0.1, 0.2, 0.3, 0.4)
-    await report.evaluate_before_training(rollout)
+def test_the_evaluation_of_the_runs_start_is_printed_at_once_and_written_with_the_first_step(make_report, capsys):
+    report = make_report(3)
+    report.before_training({"eval/demo": 0.1})
     assert capsys.readouterr().out == "before training  eval/demo 0.1\n"
-    for step in range(5):
-        await report.evaluate_if_due(rollout, step)
-        report.step(step, STEP)
-    assert rollout.asked == ["first", 1, 3, 4]
-    assert [line.get("eval/demo") for line in lines_of(report)] == [0.1, 0.2, None, 0.3, 0.4]
-    assert ["perf/eval_time" in line for line in lines_of(report)] == [False, True, False, True, True]
-
-
-async def test_two_evaluations_of_the_first_step_are_both_written(make_report):
-    report, rollout = make_report(2, eval_interval=1), Evaluator(0.1, 0.2, 0.3)
-    await report.evaluate_before_training(rollout)
     for step in range(2):
-        await report.evaluate_if_due(rollout, step)
+        report.step(step, STEP)
+    assert [line.get("eval/demo") for line in lines_of(report)] == [0.1, None]
+
+
+def test_two_evaluations_of_the_first_step_are_both_written(make_report):
+    report = make_report(2)
+    report.before_training({"eval/demo": 0.1})
+    for step, value in enumerate((0.2, 0.3)):
+        report.add({"eval/demo": value})
         report.step(step, STEP)
     evaluations = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines_of(report)]
     assert evaluations == [{"eval/demo": 0.2, "eval/demo-before_train": 0.1}, {"eval/demo": 0.3}]
 
 
-@pytest.mark.parametrize(
-    "start, changes", [(1, {}), (0, {"skip_eval_before_train": True}), (0, {"eval_interval": None})]
-)
-async def test_no_evaluation_before_training(make_report, start, changes):
-    rollout = Evaluator()
-    report = make_report(4, start, **changes)
-    await report.evaluate_before_training(rollout)
-    await report.evaluate_if_due(rollout, 2)
-    assert rollout.asked == []
-
-
 @pytest.mark.parametrize("start, step", [(0, 0), (5, 4)])
-async def test_an_evaluation_alone_is_a_whole_run(make_report, clock, capsys, start, step):
+def test_an_evaluation_alone_is_a_whole_run(make_report, clock, capsys, start, step):
     """It is that of the step whose weights it has; what was written before it stays."""
     first = make_report(6)
     for done in range(6):
@@ -217,14 +192,10 @@ async def test_an_evaluation_alone_is_a_whole_run(make_report, clock, capsys, st
     with first.path.open("a") as file:
         file.write('{"step": 6, "rollou')  # killed in the middle of a line
     capsys.readouterr()
-    report, rollout = make_report(0, start, eval_interval=None, skip_eval_before_train=False), Evaluator(0.25)
-
-    async def evaluate(rollout_id, before_training):
+    report = make_report(0, start, eval_interval=None)
+    with report.timer("eval"):
         clock[0] += 3
-        return await Evaluator.evaluate(rollout, rollout_id, before_training)
-
-    await report.evaluate_before_training(type("Client", (), {"evaluate": staticmethod(evaluate)}))
-    assert rollout.asked == [step]
+    report.evaluation(step, {"eval/demo": 0.25})
     assert capsys.readouterr().out == "evaluation  eval/demo 0.25\n"
     *before, line = lines_of(report)
     assert [line["step"] for line in before] == list(range(6))
@@ -249,10 +220,10 @@ def test_the_wait_for_a_batch_stands_for_its_generation(make_report, clock, caps
     assert report.summary().splitlines()[-1] == "time 2.5s: wait 0.5s (20%), train 1.5s (60%), other 0.5s (20%)"
 
 
-async def test_the_first_step_does_not_pay_for_what_came_before(make_report, clock):
-    report = make_report(2, eval_interval=None)
+def test_the_first_step_does_not_pay_for_what_came_before(make_report, clock):
+    report = make_report(2)
     clock[0] += 50
-    await report.evaluate_before_training(Evaluator())
+    report.begin()
     clock[0] += 2
     report.step(0, STEP)
     assert lines_of(report)[0]["perf/step_time"] == 2.0
