@@ -9,7 +9,7 @@ from contextlib import contextmanager
 class Stopwatch:
     """Adds up the seconds of phases: `with watch("train")` adds to `watch.seconds["train"]`.
 
-    Phases may lie in one another; each has its whole time. A phase that fails is counted as well.
+    Phases may lie in one another; each has its whole time. One that fails does not count.
 
     Args:
         wait: called before a phase's end is read: waits for what the phase has begun, as work on a GPU.
@@ -26,12 +26,10 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         """The seconds of the block are the phase's."""
         start = time.monotonic()
-        try:
-            yield
-        finally:
-            if self._wait is not None:
-                self._wait()
-            self.seconds[phase] += time.monotonic() - start
+        yield
+        if self._wait is not None:
+            self._wait()
+        self.seconds[phase] += time.monotonic() - start
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -16,7 +16,6 @@ from miles.backends.trainer.host_weights import HostWeights
 from miles.backends.trainer.log_prob_check import check_log_probs
 from miles.backends.trainer.protocol import Residency, ScoreFunction, TrainedModel
 from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
-from miles.backends.trainer.stopwatch import Stopwatch
 from miles.backends.trainer.world import timeout
 from miles.config import RunConfig
 from miles.residency.plan import Move, Party
@@ -28,6 +27,7 @@ from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
 from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
+from miles.utils.stopwatch import Stopwatch
 from miles.weight_sync.gather import live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import WeightUpdater
@@ -167,7 +167,7 @@ class TrainRayActor:
                 --max-logprob-abs-diff.
             FloatingPointError: too many gradients in a row were not finite.
         """
-        config, watch = self.config, Stopwatch()
+        config, watch = self.config, self._stopwatch()
         self._begin_training()
         columns: dict[str, torch.Tensor] = {}
         metrics: dict[str, float] = {}
@@ -222,6 +222,10 @@ class TrainRayActor:
         on_device = sums.to(self.config.device)
         dist.all_reduce(on_device, group=self.model.grid.dp_group())
         sums.copy_(on_device)
+
+    def _stopwatch(self) -> Stopwatch:
+        """Its phases end when the GPU has done its work."""
+        return Stopwatch(torch.cuda.synchronize if self.config.device == "cuda" else None)
 
     def _step_metrics(self, steps: list[dict[str, float]], watch: Stopwatch) -> dict[str, float]:
         """What the rank that reports says about the optimizer steps of a rollout; {} on the others."""

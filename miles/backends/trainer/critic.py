@@ -8,7 +8,6 @@ import torch
 
 from miles.backends.trainer.actor import TrainRayActor
 from miles.backends.trainer.protocol import ScoreFunction
-from miles.backends.trainer.stopwatch import Stopwatch
 from miles.residency.plan import Party
 from miles.training.policy import compute_value_loss
 from miles.training.rollout_columns import advantages_of
@@ -58,7 +57,7 @@ class CriticRayActor(TrainRayActor):
             Metrics (critic-train/*, perf/*) on one rank, {} on the others; and on the last pipeline stage those values,
             of each response token of the shard: float32, flat, on the CPU. None elsewhere.
         """
-        watch, columns = Stopwatch(), {}
+        watch, columns = self._stopwatch(), {}
         self._begin_training()
         with watch("values"):
             scores = self.trainer.scores(shard)
