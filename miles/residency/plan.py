@@ -13,6 +13,7 @@ A critic takes its turn before the actor, on the same GPUs: in a step each of th
 at a run's start that train the critic alone the actor stays away.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -208,6 +209,7 @@ class Sync:
 Step = Move | Clear | Sync
 
 
+@functools.cache
 def plan(phase: Phase, policy: Policy) -> tuple[Step, ...]:
     """What has to be done at `phase`, in order.
 
