@@ -87,34 +87,29 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     from miles.backends.megatron_utils.families import family_for
     from miles.backends.megatron_utils.initialize import initialize
     from miles.backends.megatron_utils.model import build_model, parallel_info
+    from miles.backends.megatron_utils.weight_source import MegatronWeights
     from miles.backends.trainer.world import timeout
+    from miles.hf.checkpoint import CheckpointIndex
     from miles.hf.config import load_hf_config
     from miles.utils.agreement import Agreement
     from miles.utils.network import free_ports
-    from miles.weight_sync.gather import live
     from miles.weight_sync.target import EngineTarget
-    from miles.weight_sync.updater import WeightUpdater
+    from miles.weight_sync.updater import SyncSettings, TrainerRank, WeightUpdater
 
     def updater(buffer_size: int, check: bool) -> WeightUpdater:
-        return WeightUpdater(
-            chunks=chunks,
-            family=family_for(hf_config),
-            hf_config=hf_config,
-            parallel=parallel_info(chunks[0].config),
+        parallel = parallel_info(chunks[0].config)
+        source = MegatronWeights(chunks, family_for(hf_config), hf_config, parallel, CheckpointIndex(folder))
+        settings = SyncSettings(
             checkpoint_folder=folder,
-            engines=[EngineTarget(url, 1, [0])],
-            rank=0,
-            agreement=Agreement(group),
-            address="127.0.0.1",
             buffer_size=buffer_size,
-            reads_copy=False,
             flush_cache=True,
             pause_mode=config.pause_generation_mode,
             transfer_mode=config.update_weight_transfer_mode,
             disk_folder=None,
             check_equal=check,
-            timeout=timeout(config),
         )
+        trainer = TrainerRank(0, Agreement(group), "127.0.0.1", timeout(config))
+        return WeightUpdater(source, [EngineTarget(url, 1, [0])], trainer, settings)
 
     config, hf_config = run_config(Path(folder), device), load_hf_config(folder)
     initialize(config, 0, 1, f"127.0.0.1:{free_ports(1, '127.0.0.1')[0]}")
@@ -127,10 +122,10 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
         sender, seconds, parts = updater(buffer_size, check=False), [], []
         with Memory(device) as memory:
             for version in range(1, updates + 2):
-                metrics = sender.update(version, live)
+                metrics = sender.update(version)
                 seconds.append(metrics["perf/update_weights_time"])
                 parts.append([metrics[f"perf/update_weights_{part}_time"] for part in ("session", "wait")])
-        gather = min(gather_alone(sender, live) for _ in range(2))
+        gather = min(gather_alone(sender) for _ in range(2))
         copy = min(plain_copy(int(metrics["perf/update_weights_bytes"]), device) for _ in range(3))
         case = {"seconds": seconds, "bytes": metrics["perf/update_weights_bytes"], "gather": gather, "copy": copy}
         case |= {"parts": [statistics.median(values) for values in zip(*parts[1:], strict=True)]}
@@ -142,7 +137,7 @@ def trainer_case(folder: str, device: str, url: str, buffers: list[int], updates
     logger.addFilter(lambda record: said.append(record.getMessage()) or False)
     logger.setLevel(logging.INFO)
     try:
-        updater(buffers[0], check=True).update(updates + 2, live)
+        updater(buffers[0], check=True).update(updates + 2)
     except RuntimeError as error:
         said.append(str(error))
     return {"cases": cases, "check": "; ".join(said)}
@@ -174,17 +169,17 @@ class Memory:
             self.reserved = torch.cuda.max_memory_reserved() - self._before[1]
 
 
-def gather_alone(sender, read) -> float:
+def gather_alone(sender) -> float:
     """Seconds to make every bucket, one after the other."""
     import torch
 
     gatherer = sender.gatherer
-    synchronize = torch.cuda.synchronize if gatherer.device.type == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if gatherer.source.device.type == "cuda" else lambda: None
     synchronize()
     started = time.perf_counter()
     for bucket in gatherer.buckets:
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
-        gatherer.fill(bucket, flat, read, everywhere=True)
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.source.device)
+        gatherer.fill(bucket, flat, everywhere=True)
         del flat
     synchronize()
     return time.perf_counter() - started

@@ -16,13 +16,19 @@ from miles.utils.export_folder import INDEX_FILE, WRITER, export_problem
 
 
 class HFWriter:
-    """Writes a stream of (name, tensor) as a safetensors checkpoint that transformers loads; a context manager.
+    """Writes a stream of (name, tensor) as a safetensors checkpoint that transformers loads.
 
-    folder: the finished checkpoint. It appears at the end, whole: until then the files are in `.<name>.partial` beside
-    it. An older export of ours at that place is replaced; any other folder is refused with ValueError.
-    source: the checkpoint from which all else is copied: configuration, tokenizer, chat templates, code. config.json
-    says the dtype of most written numbers.
-    max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
+    `write` each tensor, then `finish`, or `discard` what was written; as a context manager it does the one of the two
+    that is due at the end. Until then the files are in `.<name>.partial` beside the folder.
+
+    Args:
+        folder: the finished checkpoint, which appears at the end, whole. An older export of ours there is replaced.
+        source: the checkpoint from which all else is copied: configuration, tokenizer, chat templates, code.
+            config.json says the dtype of most written numbers.
+        max_shard_bytes: a file is closed before it would grow beyond this (one larger tensor has a file of its own).
+
+    Raises:
+        ValueError: another folder is there.
     """
 
     def __init__(self, folder: str | Path, source: str | Path, max_shard_bytes: int = 5 * 1024**3):
@@ -37,10 +43,11 @@ class HFWriter:
         self._names: set[str] = set()
         self._elements: Counter[torch.dtype] = Counter()
         self.bytes_written = 0
+        self._finished = False
+        self.discard()
+        self.partial.mkdir(parents=True)
 
     def __enter__(self) -> "HFWriter":
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -58,11 +65,22 @@ class HFWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self.discard()
+        elif not self._finished:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the rest, and make it the checkpoint. Nothing is left of one that fails here."""
         try:
-            if kind is None:
-                self._finish()
+            self._finish()
+            self._finished = True
         finally:
-            shutil.rmtree(self.partial, ignore_errors=True)  # where it became the finished one, it is gone
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what was written; a finished checkpoint stays."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def _flush(self) -> None:
         save_file(self._pending, self.partial / f"{len(self._shards)}.safetensors", metadata={"format": "pt"})

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from miles.utils.network import free_ports
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link, Transport
+from miles.weight_sync.transport import Link, Transport, TransportSetup
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +29,16 @@ LEAVING_SECONDS = 5.0
 class BroadcastTransport(Transport):
     """One group for each pipeline stage: a rank of it, the source, and all ranks of all engines; see `Transport`.
 
-    Groups are made by the first update and kept; after a failure the engines leave them, and they are made anew.
-
-    engines: by number. rank: this process. sources: the source rank of each stage. device: where the buckets are.
-    address: of this rank's machine, as the engines reach it. timeout: after which a stuck broadcast fails.
+    Groups are made by the first update and kept; after a failure the engines leave them, and they are made anew. A
+    broadcast that is stuck fails after the timeout.
     """
 
     everywhere = False
-    shares_memory = False
 
-    def __init__(
-        self,
-        engines: dict[int, EngineTarget],
-        rank: int,
-        sources: list[int],
-        device: torch.device,
-        address: str,
-        timeout: timedelta,
-    ):
-        self.engines, self.rank, self.sources, self.device = engines, rank, sources, device
-        self.address, self.timeout = address, timeout
+    def __init__(self, engines: dict[int, EngineTarget], setup: TransportSetup):
+        super().__init__(engines, setup)
+        self.sources, self.device = setup.stage_sources, setup.device
+        self.address, self.timeout = setup.address, setup.timeout
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._taking: Future | None = None

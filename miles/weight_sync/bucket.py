@@ -30,6 +30,14 @@ def empty_bucket(nbytes: int, device: torch.device, shared: bool) -> torch.Tenso
     return torch.tensor([], dtype=torch.uint8).set_(storage)[:nbytes]
 
 
+def views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, by name, in `flat`, uint8 [bucket.nbytes]."""
+    return {
+        name: flat[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
+        for name, slot in bucket.slots.items()
+    }
+
+
 def handle(bucket: Bucket, flat: torch.Tensor) -> str:
     """The text with which one process opens the bucket in `flat` once, for SGLang's `load_format="flattened_bucket"`.
 

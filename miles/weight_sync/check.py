@@ -6,9 +6,9 @@ import logging
 import torch
 
 from miles.hf.entries import EMBEDDING_END, HEAD
-from miles.weight_sync.gather import views
+from miles.weight_sync.bucket import views
 from miles.weight_sync.plan import Bucket
-from miles.weight_sync.transport import Link, Transport
+from miles.weight_sync.transport import Link, Transport, TransportSetup
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class SentHashes(Transport):
     """Hashes what is sent, as SGLang hashes what it holds; a `Transport` that brings it nowhere."""
 
     everywhere = True
-    shares_memory = False
 
-    def __init__(self) -> None:
+    def __init__(self, setup: TransportSetup):
+        super().__init__({}, setup)
         self.hashes: dict[str, str] = {}
 
     def begin(self, link: Link) -> None:

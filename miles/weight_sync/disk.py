@@ -9,11 +9,11 @@ import torch
 
 from miles.hf.writer import HFWriter
 from miles.utils.disk import writing
-from miles.weight_sync.gather import views
+from miles.weight_sync.bucket import views
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link, Transport
+from miles.weight_sync.transport import Link, Transport, TransportSetup
 
 FOLDER = "miles_weights"
 
@@ -21,31 +21,30 @@ FOLDER = "miles_weights"
 class DiskTransport(Transport):
     """Rank 0 writes all weights once, every engine loads them, the files are removed; see `Transport`.
 
-    engines: by number. rank: this process. folder: on a file system that all of them share. source: the checkpoint that
-    configuration and tokenizer are copied from. buffer_size: bytes that rank 0 collects on the host for one file.
+    Configuration and tokenizer are copied from the checkpoint; rank 0 collects the bytes of a bucket on the host for
+    one file.
     """
 
     everywhere = True
-    shares_memory = False
     touches_at_end = True
 
-    def __init__(
-        self, engines: dict[int, EngineTarget], rank: int, folder: str | Path, source: str | Path, buffer_size: int
-    ):
-        self.engines, self.writes, self.source, self.buffer_size = engines, rank == 0, source, buffer_size
+    def __init__(self, engines: dict[int, EngineTarget], setup: TransportSetup):
+        super().__init__(engines, setup)
+        self.source, self.buffer_size = setup.checkpoint_folder, setup.buffer_size
+        assert setup.disk_folder is not None
         # Links are left in it: an engine's machine may have its own.
-        self.parent = Path(folder).absolute()
+        self.parent = Path(setup.disk_folder).absolute()
         self._writer: HFWriter | None = None
         self._names: list[str] = []
 
     def begin(self, link: Link) -> None:
         self._link, self._names = link, []
-        if self.writes:
+        if self.rank == 0:
             # A name for each update: runs that share the folder would load each other's weights, and a network file
             # system may still show an engine the files that were there before.
             folder = self.parent / f"{FOLDER}_{uuid.uuid4().hex}"
             with self._named():
-                self._writer = HFWriter(folder, self.source, self.buffer_size).__enter__()
+                self._writer = HFWriter(folder, self.source, self.buffer_size)
 
     def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._names += bucket.slots
@@ -60,15 +59,14 @@ class DiskTransport(Transport):
         writer, self._writer = self._writer, None
         try:
             with self._named():
-                writer.__exit__(None, None, None)
+                writer.finish()
             clients = [self._link.clients[number] for number in self.engines]
             self._link.loop.run(
                 delivery(client.url, self._names, client.update_weights_from_disk(str(writer.folder)))
                 for client in clients
             )
         finally:
-            for folder in (writer.folder, writer.partial):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(writer.folder, ignore_errors=True)
 
     def _named(self) -> contextlib.AbstractContextManager[None]:
         return writing("--update-weight-disk-dir", self.parent)
@@ -76,4 +74,4 @@ class DiskTransport(Transport):
     def abandon(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.__exit__(RuntimeError, None, None)  # removes what was written
+            writer.discard()

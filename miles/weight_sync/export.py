@@ -1,69 +1,67 @@
 """Writing the trainer's model as a Hugging Face checkpoint."""
 
+import contextlib
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.families.base import Family
-from miles.backends.megatron_utils.hf_weights import untrained_names
-from miles.hf.checkpoint import CheckpointIndex
-from miles.hf.parallel import ParallelInfo
 from miles.hf.writer import HFWriter
 from miles.utils.agreement import Agreement
-from miles.weight_sync.gather import Gatherer, live, views
+from miles.weight_sync.bucket import views
+from miles.weight_sync.format import CheckpointFormat
+from miles.weight_sync.gather import Gatherer
+from miles.weight_sync.plan import Bucket
+from miles.weight_sync.source import WeightSource
 
 BUCKET_BYTES = 256 * 2**20
 
 
 def save_hf(
     folder: str | Path,
-    chunks: list[torch.nn.Module],
-    family: Family,
-    hf_config: PreTrainedConfig,
-    parallel: ParallelInfo,
-    source: str | Path,
+    weights: WeightSource,
     is_writer: bool,
     agreement: Agreement,
 ) -> None:
     """Write the model to `folder` as a checkpoint that transformers loads, in the parameters' dtype.
 
-    What the source has beyond the model (layers for further tokens) is copied.
+    All ranks of `agreement` call it together.
 
-    The parameters must be in memory. All ranks of `agreement` call it together; exactly one passes is_writer=True and
-    writes. chunks: this stage's GPTModels, unwrapped. source: the checkpoint that training started from; names are
-    checked against it, configuration and tokenizer files are copied from it.
+    Args:
+        folder: of the new checkpoint.
+        weights: what is trained. From its checkpoint all else is copied: configuration and tokenizer files, and weights
+            beyond the model.
+        is_writer: True on exactly one rank, which writes.
+        agreement: of all ranks that hold the model.
 
     Raises:
-        ValueError: names or shapes differ, or `folder` holds something else.
+        ValueError: `folder` holds something else.
         Exception: what the disk says; where one rank failed all raise, see `Agreement.check`.
     """
-    index, what = CheckpointIndex(source), f"the export to {folder}"
-    gatherer = Gatherer(chunks, family, hf_config, parallel, index, BUCKET_BYTES, copies=True)
-    writer: HFWriter | None = None
+    what = f"the export to {folder}"
+    gatherer = Gatherer(weights, CheckpointFormat(), BUCKET_BYTES)
     try:
-        with agreement.alone(what):
-            if is_writer:
-                writer = HFWriter(folder, source).__enter__()
-        for bucket in gatherer.buckets:
+        with contextlib.ExitStack() as stack:
             with agreement.alone(what):
-                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.device)
-            failure = gatherer.fill(bucket, flat, live, everywhere=True)
+                writer = stack.enter_context(HFWriter(folder, weights.index.folder)) if is_writer else None
+            for bucket in gatherer.buckets:
+                _write_bucket(gatherer, bucket, writer, agreement, what)
             with agreement.alone(what):
-                if failure is not None:
-                    raise failure
                 if writer is not None:
-                    for name, tensor in views(bucket, flat).items():
-                        writer.write(name, tensor)
-            del flat
-        with agreement.alone(what):
-            if writer is not None:
-                for name in untrained_names(index, family, hf_config):
-                    writer.write(name, index.read(name))
-                writer.__exit__(None, None, None)
-                writer = None
+                    for name in weights.untrained:
+                        writer.write(name, weights.index.read(name))
+                    writer.finish()
     except Exception as error:
         error.add_note(what)
-        if writer is not None:
-            writer.__exit__(type(error), error, error.__traceback__)
         raise
+
+
+def _write_bucket(gatherer: Gatherer, bucket: Bucket, writer: HFWriter | None, agreement: Agreement, what: str) -> None:
+    with agreement.alone(what):
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=gatherer.source.device)
+    failure = gatherer.fill(bucket, flat, everywhere=True)
+    with agreement.alone(what):
+        if failure is not None:
+            raise failure
+        if writer is not None:
+            for name, tensor in views(bucket, flat).items():
+                writer.write(name, tensor)

@@ -1,7 +1,6 @@
 """To engines on the trainer's own GPUs, or on its machine's CPU: they open the trainer's buckets, nothing is copied."""
 
 from concurrent.futures import Future
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,23 +9,20 @@ from miles.weight_sync.bucket import handle
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link, Transport
+from miles.weight_sync.transport import Link, Transport, TransportSetup
 
 
 class LocalTransport(Transport):
-    """CUDA IPC on a GPU, shared memory on a CPU; see `Transport`.
-
-    engines: by number; all have source ranks. Build it on every trainer rank: groups are created. rank: this process.
-    """
+    """CUDA IPC on a GPU, shared memory on a CPU; see `Transport`. Its engines all have source ranks."""
 
     everywhere = True
 
-    def __init__(self, engines: dict[int, EngineTarget], rank: int, timeout: timedelta):
-        self.engines, self.rank = engines, rank
-        self.shares_memory = any(rank in engine.source_ranks for engine in engines.values())
+    def __init__(self, engines: dict[int, EngineTarget], setup: TransportSetup):
+        super().__init__(engines, setup)
+        self.shares_memory = any(setup.rank in engine.source_ranks for engine in engines.values())
         # Every rank takes part in creating every group; an engine served by one rank needs none.
         self._groups = {
-            number: dist.new_group(members, timeout, "gloo") if len(members) > 1 else None
+            number: dist.new_group(members, setup.timeout, "gloo") if len(members) > 1 else None
             for number, engine in engines.items()
             for members in (sorted(set(engine.source_ranks)),)
         }

@@ -1,6 +1,9 @@
 """What the ways to an engine have in common."""
 
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -18,20 +21,55 @@ class Link:
     clients: dict[int, SGLangClient]
 
 
+@dataclass(frozen=True)
+class TransportSetup:
+    """What a transport can know of the trainer, the same for all of them.
+
+    Args:
+        rank: this process in the trainer's world.
+        stage_sources: the first rank of each pipeline stage.
+        device: where the buckets are.
+        address: of this rank's machine, as remote engines reach it.
+        timeout: of what ranks and engines do together.
+        buffer_size: bytes of a bucket.
+        checkpoint_folder: where the engines loaded their weights from.
+        disk_folder: --update-weight-disk-dir.
+    """
+
+    rank: int
+    stage_sources: list[int]
+    device: torch.device
+    address: str
+    timeout: timedelta
+    buffer_size: int
+    checkpoint_folder: str | Path
+    disk_folder: str | Path | None
+
+
 class Transport:
     """Brings buckets into some of the engines. All trainer ranks make the same calls, in the order below.
 
     `begin` once in an update; for each bucket `prepare`, `send`, `wait`; at the end `end`. If anything fails on any
     rank, `abandon` on all of them instead of what is left, after which `begin` starts afresh. Here they do nothing.
 
-    everywhere: every rank needs every bucket, not only the ranks of its pipeline stage. shares_memory: other processes
-    open this rank's buckets. touches_at_end: engines take nothing before `end`. engines: by number.
+    One is built on every trainer rank, together: it may create process groups.
+
+    Args:
+        engines: those that it serves, by number.
+        setup: what it can know of the trainer.
+
+    Attributes:
+        everywhere: every rank needs every bucket, not only the ranks of its pipeline stage.
+        shares_memory: other processes open this rank's buckets.
+        touches_at_end: engines take nothing before `end`.
     """
 
-    everywhere: bool
-    shares_memory: bool
-    touches_at_end = False
-    engines: dict[int, EngineTarget]
+    everywhere: ClassVar[bool]
+    touches_at_end: ClassVar[bool] = False
+    shares_memory: bool = False
+
+    def __init__(self, engines: dict[int, EngineTarget], setup: TransportSetup):
+        self.engines, self.rank = engines, setup.rank
 
     def begin(self, link: Link) -> None:
         """Get ready. What it raises is told to all ranks; so with `prepare`, `wait` and `end`."""

@@ -4,98 +4,124 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils.families.base import Family
 from miles.engines.client import SGLangClient
-from miles.hf.checkpoint import CheckpointIndex
-from miles.hf.parallel import ParallelInfo
 from miles.utils.agreement import Agreement
 from miles.weight_sync.background import BackgroundLoop
-from miles.weight_sync.broadcast import BroadcastTransport
 from miles.weight_sync.bucket import empty_bucket
 from miles.weight_sync.check import SentHashes, compare
-from miles.weight_sync.disk import DiskTransport
-from miles.weight_sync.gather import Gatherer, Read
+from miles.weight_sync.format import CheckpointFormat, EngineFormat
+from miles.weight_sync.gather import Gatherer
 from miles.weight_sync.local import LocalTransport
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import UpdateSession
+from miles.weight_sync.source import WeightSource
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.transport import Link, Transport
+from miles.weight_sync.transport import Link, Transport, TransportSetup
+from miles.weight_sync.transports import REMOTE_TRANSPORTS
+
+
+@dataclass(frozen=True)
+class TrainerRank:
+    """A rank among those that send together.
+
+    Args:
+        rank: this process in the trainer's world.
+        agreement: of all trainer ranks.
+        address: of this rank's machine, as remote engines reach it.
+        timeout: after which ranks that wait for another fail.
+    """
+
+    rank: int
+    agreement: Agreement
+    address: str
+    timeout: timedelta
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights are sent.
+
+    Args:
+        checkpoint_folder: where the engines loaded their weights from.
+        buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time: one that
+            engines are taking, one that is being gathered.
+        flush_cache: empty the caches of colocated engines before the first bucket; False where their memory is away
+            during an update, in which case they were emptied before. Others' always are.
+        pause_mode: --pause-generation-mode.
+        transfer_mode: --update-weight-transfer-mode, of `REMOTE_TRANSPORTS`.
+        disk_folder: --update-weight-disk-dir.
+        check_equal: --check-weight-update-equal.
+    """
+
+    checkpoint_folder: str | Path
+    buffer_size: int
+    flush_cache: bool
+    pause_mode: str
+    transfer_mode: str
+    disk_folder: str | None
+    check_equal: bool
 
 
 class WeightUpdater:
-    """Sends the weights of a Megatron model to its engines.
+    """Sends the weights of a source to engines.
 
     Build it on every trainer rank, after the process groups; all ranks call `update` together.
 
-    chunks: this stage's GPTModels, unwrapped. checkpoint_folder: where the engines loaded their weights from.
-    rank: this process in the trainer's world. agreement: of all trainer ranks. address: of this rank's machine, as
-    remote engines reach it.
-    buffer_size: bytes of one bucket (--update-weight-buffer-size). A trainer rank holds two at a time: one that engines
-    are taking, one that is being gathered. reads_copy: `update` may be given a `Read` of copies. flush_cache: empty the
-    caches of colocated engines before the first bucket; False where their memory is away during an update, in which
-    case they were emptied before. Others' always are.
-    pause_mode, transfer_mode, disk_folder, check_equal: --pause-generation-mode, --update-weight-transfer-mode,
-    --update-weight-disk-dir and --check-weight-update-equal.
-    Raises ValueError where names or shapes of model and checkpoint differ.
+    Args:
+        source: this rank's part of the weights.
+        engines: all of them.
+        trainer: this rank.
+        settings: how they are sent.
+        engine_format: what the engines hold; the checkpoint's tensors unless it is given.
     """
 
     def __init__(
         self,
-        chunks: list[torch.nn.Module],
-        family: Family,
-        hf_config: PreTrainedConfig,
-        parallel: ParallelInfo,
-        checkpoint_folder: str | Path,
+        source: WeightSource,
         engines: list[EngineTarget],
-        rank: int,
-        agreement: Agreement,
-        address: str,
-        buffer_size: int,
-        reads_copy: bool,
-        flush_cache: bool,
-        pause_mode: str,
-        transfer_mode: str,
-        disk_folder: str | None,
-        check_equal: bool,
-        timeout: timedelta,
+        trainer: TrainerRank,
+        settings: SyncSettings,
+        engine_format: EngineFormat | None = None,
     ):
-        self.engines, self.rank, self.agreement, self.buffer_size = engines, rank, agreement, buffer_size
-        self.flush_cache, self.pause_mode = flush_cache, pause_mode
-        # The other ranks wait meanwhile, up to `timeout`: who waits for an engine has to say so before them.
-        self.load_timeout = 0.9 * timeout.total_seconds()
-        index = CheckpointIndex(checkpoint_folder)
-        self.gatherer = Gatherer(chunks, family, hf_config, parallel, index, buffer_size, reads_copy)
-        self.names = list(self.gatherer.plan.shapes)
-        self.hashes = SentHashes() if check_equal else None
+        self.source, self.engines, self.rank, self.agreement = source, engines, trainer.rank, trainer.agreement
+        self.settings = settings
+        # The other ranks wait meanwhile, up to the timeout: who waits for an engine has to say so before them.
+        self.load_timeout = 0.9 * trainer.timeout.total_seconds()
+        self.gatherer = Gatherer(source, engine_format or CheckpointFormat(), settings.buffer_size)
+        setup = self._transport_setup(trainer)
+        self.hashes = SentHashes(setup) if settings.check_equal else None
         local = {number: engine for number, engine in enumerate(engines) if engine.source_ranks is not None}
         remote = {number: engine for number, engine in enumerate(engines) if engine.source_ranks is None}
         self.transports: list[Transport] = []
         if local:
-            self.transports.append(LocalTransport(local, rank, timeout))
-        if remote and transfer_mode == "disk":
-            self.transports.append(DiskTransport(remote, rank, disk_folder, checkpoint_folder, buffer_size))
-        elif remote:
-            sources = self._stage_sources(parallel)
-            device = self.gatherer.device
-            self.transports.append(BroadcastTransport(remote, rank, sources, device, address, timeout))
+            self.transports.append(LocalTransport(local, setup))
+        if remote:
+            self.transports.append(REMOTE_TRANSPORTS[settings.transfer_mode].load()(remote, setup))
 
-    def _stage_sources(self, parallel: ParallelInfo) -> list[int]:
-        """The first rank of each pipeline stage."""
+    def _transport_setup(self, trainer: TrainerRank) -> TransportSetup:
         stages = [0] * dist.get_world_size(self.agreement.group)
-        dist.all_gather_object(stages, parallel.pp_rank, group=self.agreement.group)
-        return [stages.index(stage) for stage in range(parallel.pp_size)]
+        dist.all_gather_object(stages, self.source.stage, group=self.agreement.group)
+        return TransportSetup(
+            rank=trainer.rank,
+            stage_sources=[stages.index(stage) for stage in range(self.source.stages)],
+            device=self.source.device,
+            address=trainer.address,
+            timeout=trainer.timeout,
+            buffer_size=self.settings.buffer_size,
+            checkpoint_folder=self.settings.checkpoint_folder,
+            disk_folder=self.settings.disk_folder,
+        )
 
-    def update(self, version: int, read: Read) -> dict[str, float]:
+    def update(self, version: int) -> dict[str, float]:
         """Send every weight and set the engines' version; returns metrics (`perf/update_weights_*`).
 
-        read: gives a parameter's values (see `Gatherer`); the parameters themselves are not touched.
         Where one rank or engine failed all ranks raise (see `Agreement.check`), after engines that were sent nothing
         went on. Only what fails inside a gather is raised on its rank alone, and leaves the others there.
         """
@@ -113,9 +139,9 @@ class WeightUpdater:
             try:
                 with timer("session"):
                     self._together(lambda: loop.run([session.open() for session in sessions.values()]))
-                self._send_all(link, sessions, self.transports, buckets, read, timer)
+                self._send_all(link, sessions, self.transports, timer)
                 if self.hashes is not None:
-                    self._check(link, list(sessions), buckets, read)
+                    self._check(link, list(sessions))
                 with timer("session"):
                     self._together(lambda: _finish(loop, sessions.values(), buckets))
             finally:
@@ -127,7 +153,7 @@ class WeightUpdater:
         return {
             "perf/update_weights_time": seconds,
             "perf/update_weights_bytes": sent_bytes,
-            "perf/update_weights_tensors": len(self.names),
+            "perf/update_weights_tensors": len(self._names()),
             "perf/update_weights_gb_per_s": sent_bytes / seconds / 1e9,
             "perf/update_weights_session_time": timer.seconds["session"],
             "perf/update_weights_wait_time": timer.seconds["wait"],
@@ -146,20 +172,22 @@ class WeightUpdater:
                 loop.run([client.close() for client in link.clients.values()])
 
     def _empty_cache(self) -> None:
-        if self.gatherer.device.type == "cuda":
+        if self.source.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _session(self, engine: EngineTarget, client: SGLangClient, version: int) -> UpdateSession:
-        flush_cache = self.flush_cache or engine.source_ranks is None
-        return UpdateSession(client, self.names, version, flush_cache, self.pause_mode)
+        flush_cache = self.settings.flush_cache or engine.source_ranks is None
+        return UpdateSession(client, self._names(), version, flush_cache, self.settings.pause_mode)
+
+    def _names(self) -> list[str]:
+        """Of all tensors that an engine is sent."""
+        return [name for bucket in self.gatherer.buckets for name in bucket.slots]
 
     def _send_all(
         self,
         link: Link,
         sessions: dict[int, UpdateSession],
         transports: list[Transport],
-        buckets: list[Bucket],
-        read: Read,
         timer: "_Timer",
     ) -> None:
         """Every bucket through every transport; the next one is made while engines take the last.
@@ -172,15 +200,15 @@ class WeightUpdater:
             self._together(*(lambda t=transport: t.begin(link) for transport in transports))
             taken = 0  # bytes of the bucket that engines may still be reading
             flat = None
-            for bucket in buckets:
-                if taken + bucket.capacity + bucket.scratch > 2 * self.buffer_size:
+            for bucket in self.gatherer.buckets:
+                if taken + bucket.capacity + bucket.scratch > 2 * self.settings.buffer_size:
                     # Too large to be made beside the last one, in whose place it would not fit.
                     with timer("wait"):
                         self._together(*waits)
                     flat = None
                     self._empty_cache()
                 following = self._together(lambda bucket=bucket: self._room(transports, bucket))
-                prepare = self._fill(transports, bucket, following, read)
+                prepare = self._fill(transports, bucket, following)
                 with timer("wait"):
                     self._together(*prepare, *waits)
                 flat, taken = following, bucket.capacity
@@ -209,21 +237,19 @@ class WeightUpdater:
     def _room(self, transports: list[Transport], bucket: Bucket) -> torch.Tensor | None:
         """Memory for the bucket, uint8 [bucket.nbytes]; None on a rank that has no part in it."""
         everywhere = any(transport.everywhere for transport in transports)
-        if not everywhere and bucket.stage != self.gatherer.parallel.pp_rank:
+        if not everywhere and bucket.stage != self.source.stage:
             return None
-        shared, device = any(transport.shares_memory for transport in transports), self.gatherer.device
+        shared, device = any(transport.shares_memory for transport in transports), self.source.device
         flat = empty_bucket(bucket.capacity, device, shared)[: bucket.nbytes]
         # What gathering takes for a moment: where it is missing, that shows here, before the others wait in a gather.
         torch.empty(bucket.scratch, dtype=torch.uint8, device=device)
         return flat
 
-    def _fill(
-        self, transports: list[Transport], bucket: Bucket, flat: torch.Tensor | None, read: Read
-    ) -> list[Callable[[], None]]:
+    def _fill(self, transports: list[Transport], bucket: Bucket, flat: torch.Tensor | None) -> list[Callable[[], None]]:
         """Gather the bucket; returns what makes it ready to be sent, which may fail on this rank alone."""
         if flat is None:
             return []
-        failure = self.gatherer.fill(bucket, flat, read, any(transport.everywhere for transport in transports))
+        failure = self.gatherer.fill(bucket, flat, any(transport.everywhere for transport in transports))
 
         def prepare() -> None:
             if failure is not None:
@@ -233,11 +259,11 @@ class WeightUpdater:
 
         return [prepare]
 
-    def _check(self, link: Link, leads: list[int], buckets: list[Bucket], read: Read) -> None:
+    def _check(self, link: Link, leads: list[int]) -> None:
         """--check-weight-update-equal, at the first update: overwrite the engines' weights and send them once more."""
         first = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         self._together(lambda: link.loop.run([link.clients[number].reset_weights() for number in leads]))
-        self._send_all(link, {}, [*self.transports, self.hashes], buckets, read, _Timer())
+        self._send_all(link, {}, [*self.transports, self.hashes], _Timer())
         second = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         hashes, self.hashes = self.hashes.hashes, None
         self._together(

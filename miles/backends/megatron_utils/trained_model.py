@@ -22,12 +22,15 @@ from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
 from miles.backends.megatron_utils.training import Score, run_micro_batches
 from miles.backends.megatron_utils.value_head import replace_heads, score_values
+from miles.backends.megatron_utils.weight_source import MegatronWeights
 from miles.backends.trainer.protocol import ProcessGrid, ScoreFunction, Scoring
 from miles.config import RunConfig
+from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
 from miles.residency.plan import Party
 from miles.training.packing import PackedBatch
 from miles.utils.agreement import Agreement
+from miles.weight_sync.source import Read
 
 
 class MegatronModel:
@@ -75,6 +78,11 @@ class MegatronModel:
     def check_same_computation(self, flag: str, folder: str) -> None:
         """Raise ValueError naming what differs, unless the model in `folder` (of `flag`) computes as this one does."""
         check_same_computation(flag, folder, self.hf_config, load_hf_config(folder))
+
+    def weight_source(self, read: Read, copies: bool) -> MegatronWeights:
+        """The weights under the names and in the layouts of the checkpoint in --hf-checkpoint."""
+        index = CheckpointIndex(self.config.hf_checkpoint)
+        return MegatronWeights(self.chunks, self.family, self.hf_config, self.parallel, index, read, copies)
 
     # Training
 

@@ -28,9 +28,10 @@ from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
 from miles.utils.stopwatch import Stopwatch
-from miles.weight_sync.gather import live
+from miles.weight_sync.export import save_hf
+from miles.weight_sync.source import live
 from miles.weight_sync.target import EngineTarget
-from miles.weight_sync.updater import WeightUpdater
+from miles.weight_sync.updater import SyncSettings, TrainerRank, WeightUpdater
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,6 @@ class TrainRayActor:
 
     def _build_residency(self) -> Residency:
         """The moves of this rank's memory. All is loaded."""
-        raise NotImplementedError
-
-    def _build_updater(self, engines: list[EngineTarget], address: str) -> WeightUpdater:
-        """What sends the weights to `engines`; address: of this rank's machine."""
-        raise NotImplementedError
-
-    def _save_hf(self, folder: str) -> None:
-        """Write the weights, which are in memory, as a Hugging Face checkpoint."""
         raise NotImplementedError
 
     # Building
@@ -237,15 +230,31 @@ class TrainRayActor:
 
     def connect(self, engines: list[EngineTarget]) -> None:
         """Prepare to send weights to `engines`."""
-        self.updater = self._build_updater(engines, ray.util.get_node_ip_address())
+        config = self.config
+        trainer = TrainerRank(self.rank, self.agreement, ray.util.get_node_ip_address(), timeout(config))
+        settings = SyncSettings(
+            checkpoint_folder=config.hf_checkpoint,
+            buffer_size=config.update_weight_buffer_size,
+            # A released cache was flushed before its memory went, and must not be touched.
+            flush_cache=not (config.offload_rollout and "kv_cache" in config.offload_rollout_level),
+            pause_mode=config.pause_generation_mode,
+            transfer_mode=config.update_weight_transfer_mode,
+            disk_folder=config.update_weight_disk_dir,
+            check_equal=config.check_weight_update_equal,
+        )
+        weights = self.model.weight_source(self._read_weight, copies=self.residency is not None)
+        self.updater = WeightUpdater(weights, engines, trainer, settings)
+
+    def _read_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The values of a parameter or a buffer, awake or asleep."""
+        return live(weight) if self.residency is None else self.residency.read_weight(weight)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`, awake or asleep; metrics on rank 0."""
-        read = live if self.residency is None else self.residency.read_weight
         assert self.updater is not None
-        metrics = self.updater.update(version, read)
+        metrics = self.updater.update(version)
         if self.old_actor is not None:
-            self.old_actor.take(read)
+            self.old_actor.take(self._read_weight)
         return metrics if self.rank == 0 else {}
 
     def disconnect(self) -> None:
@@ -268,7 +277,8 @@ class TrainRayActor:
         """Write the weights as a Hugging Face checkpoint to the folder that --save-hf names, awake or asleep."""
         folder = self.config.save_hf.format(rollout_id=rollout_id)
         with self._awake(), writing("--save-hf", folder):
-            self._save_hf(folder)
+            weights = self.model.weight_source(live, copies=False)
+            save_hf(folder, weights, is_writer=self.rank == 0, agreement=self.agreement)
 
     # Where the memory is; see Residency for each verb.
 

@@ -18,6 +18,7 @@ from miles.residency.plan import Move
 from miles.training.packing import PackedBatch
 from miles.training.vocab_parallel import CHUNK_SIZE
 from miles.utils.agreement import Agreement
+from miles.weight_sync.source import Read, WeightSource
 
 Group = Callable[[], dist.ProcessGroup]
 # From the scores [N] of a micro-batch's response tokens, and the micro-batch as the last argument, to its loss and what
@@ -109,6 +110,18 @@ class TrainedModel(Protocol):
 
     def check_same_computation(self, flag: str, folder: str) -> None:
         """Raise ValueError naming what differs, unless the model in `folder` (of `flag`) computes as this one does."""
+        ...
+
+    def weight_source(self, read: Read, copies: bool) -> WeightSource:
+        """The weights as a sync and an export take them, in the checkpoint's names.
+
+        Args:
+            read: gives the values of a parameter, or of a buffer.
+            copies: it may give copies; False promises that it gives their own memory.
+
+        Raises:
+            ValueError: the model and the checkpoint in --hf-checkpoint differ.
+        """
         ...
 
     # Training

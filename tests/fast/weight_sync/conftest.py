@@ -1,6 +1,6 @@
 """Models that stand in for Megatron's, awake and asleep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors.torch import save_file
@@ -8,9 +8,13 @@ from transformers import Qwen2Config
 
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.families.base import Family
+from miles.backends.megatron_utils.weight_source import MegatronWeights
 from miles.hf.entries import EMBEDDING, HEAD, Entry
 from miles.hf.layouts import Column, Gated, Qkv, Replicated, Row, Vocab
-from miles.weight_sync.gather import Gatherer, views
+from miles.weight_sync.bucket import views
+from miles.weight_sync.format import CheckpointFormat
+from miles.weight_sync.gather import Gatherer
+from miles.weight_sync.updater import SyncSettings
 
 
 class StageModel(torch.nn.Module):
@@ -165,17 +169,32 @@ def grid(new_group, rank, world_size, tp=1, pp=1, ep=1, etp=1, chunks=1, layers=
 
 def hf_tensors(chunks, family, hf_config, parallel, index, read):
     """Check everything, then return an iterator over every (name, full tensor) of the model, on all ranks in step."""
-    gatherer = Gatherer(chunks, family, hf_config, parallel, index, 256 * 2**20, copies=True)
+    source = MegatronWeights(chunks, family, hf_config, parallel, index, read, copies=True)
+    return gathered(Gatherer(source, CheckpointFormat(), 256 * 2**20))
 
-    def tensors():
-        for bucket in gatherer.buckets:
-            flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            if (failure := gatherer.fill(bucket, flat, read, everywhere=True)) is not None:
-                raise failure
-            yield from views(bucket, flat).items()
-            del flat
 
-    return tensors()
+def gathered(gatherer):
+    """Every (name, tensor) that engines would be sent, on all ranks in step."""
+    for bucket in gatherer.buckets:
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        if (failure := gatherer.fill(bucket, flat, everywhere=True)) is not None:
+            raise failure
+        yield from views(bucket, flat).items()
+        del flat
+
+
+def sync_settings(folder, **changes):
+    """What an updater's engines and the user say; `folder`: the checkpoint."""
+    settings = SyncSettings(
+        checkpoint_folder=folder,
+        buffer_size=100_000,
+        flush_cache=True,
+        pause_mode="retract",
+        transfer_mode="broadcast",
+        disk_folder=None,
+        check_equal=False,
+    )
+    return replace(settings, **changes)
 
 
 def alone(layers):

@@ -7,8 +7,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from miles.weight_sync.bucket import empty_bucket, handle
-from miles.weight_sync.gather import views
+from miles.weight_sync.bucket import empty_bucket, handle, views
 from miles.weight_sync.plan import Bucket, Slot
 
 CPU = torch.device("cpu")

@@ -1,25 +1,24 @@
-"""Cutting entries into buckets, from shapes alone."""
+"""Cutting parts into buckets, from shapes alone."""
 
 import pytest
 import torch
 
-from miles.hf.entries import Entry
-from miles.hf.layouts import Column, Replicated
-from miles.weight_sync.plan import GatherPlan, PlannedEntry, plan_buckets
+from miles.weight_sync.format import CheckpointFormat
+from miles.weight_sync.plan import plan_buckets
+from miles.weight_sync.source import FullTensor, SourcePart
 
 U8, BF16, F32 = torch.uint8, torch.bfloat16, torch.float32
 
 
-def cut(entries, limit, size=1):
+def part(name, nbytes, dtype=U8, key=None, stage=0):
+    """One tensor, which is copied before it is written."""
+    tensor = FullTensor(name, (nbytes // dtype.itemsize,), dtype)
+    return SourcePart(name, (tensor,), stage, atomic=key, scratch=nbytes)
+
+
+def cut(entries, limit):
     """entries: (name, bytes, dtype, atomic key, stage). The names of every bucket."""
-    planned = [
-        PlannedEntry(stage, 0, Entry(Replicated(), name, (name,), ((nbytes // dtype.itemsize,),), atomic=key))
-        for name, nbytes, dtype, key, stage in entries
-    ]
-    shapes = {each.entry.hf_names[0]: each.entry.shapes[0] for each in planned}
-    buckets = plan_buckets(
-        GatherPlan(planned, shapes, False), [entry[2] for entry in entries], limit, size, 1, copies=True
-    )
+    buckets = plan_buckets([part(*entry) for entry in entries], CheckpointFormat(), limit)
     for bucket in buckets:
         assert bucket.nbytes == sum(slot.nbytes for slot in bucket.slots.values())
         assert all(slot.start % slot.dtype.itemsize == 0 for slot in bucket.slots.values())
@@ -68,19 +67,7 @@ def test_an_atomic_key_over_stages_is_a_fault_of_the_family():
 
 def test_all_but_large_buckets_take_the_same_memory():
     """So that what one has freed fits the next."""
-    planned = [
-        PlannedEntry(0, 0, Entry(Replicated(), str(i), (str(i),), ((size,),))) for i, size in enumerate([3, 9, 4, 4, 2])
-    ]
-    shapes = {each.entry.hf_names[0]: each.entry.shapes[0] for each in planned}
-    buckets = plan_buckets(GatherPlan(planned, shapes, False), [U8] * 5, 12, 1, 1, copies=True)
+    parts = [part(str(number), size) for number, size in enumerate([3, 9, 4, 4, 2])]
+    buckets = plan_buckets(parts, CheckpointFormat(), 12)
     assert [(bucket.nbytes, bucket.capacity) for bucket in buckets] == [(3, 10), (9, 10), (10, 10)]
     assert max(2 * bucket.capacity + bucket.scratch for bucket in buckets if bucket.scratch <= 4) <= 24
-
-
-def test_shards_count_while_they_are_gathered():
-    """At TP 2: all shards, and their halves' own copy or the joined tensor."""
-    entry = Entry(Column(), "a", ("a",), ((8, 100),))
-    (bucket,) = plan_buckets(
-        GatherPlan([PlannedEntry(0, 0, entry)], {"a": (8, 100)}, False), [U8], 160, 2, 1, copies=True
-    )
-    assert bucket.nbytes == 800 and 1600 <= bucket.scratch <= 2100

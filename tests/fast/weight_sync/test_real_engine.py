@@ -13,15 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.hf_weights import load_into
+from miles.backends.megatron_utils.weight_source import MegatronWeights
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.engines.client import SGLangClient, SGLangError
+from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.agreement import Agreement
 from miles.weight_sync import check, session
-from miles.weight_sync.gather import live
-from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import StageModel, alone
+from miles.weight_sync.source import live
+from miles.weight_sync.target import EngineTarget
+from miles.weight_sync.updater import TrainerRank, WeightUpdater
+from tests.fast.weight_sync.conftest import StageModel, alone, sync_settings
 
 TENSORS = 2 * 11 + 2
 
@@ -49,20 +52,9 @@ def updater_of(weights_folder, checkpoint, engines, group, **changes):
     family, layers = family_for(config), config.num_hidden_layers
     model = StageModel(config, range(layers))
     load_into([model], family, config, weights_folder, alone(layers))
-    options = dict(
-        address="127.0.0.1",
-        buffer_size=100_000,
-        reads_copy=False,
-        flush_cache=True,
-        pause_mode="retract",
-        transfer_mode="broadcast",
-        disk_folder=None,
-        check_equal=False,
-        timeout=timedelta(minutes=1),
-    )
-    return WeightUpdater(
-        [model], family, config, alone(layers), checkpoint, engines, 0, Agreement(group), **options | changes
-    )
+    source = MegatronWeights([model], family, config, alone(layers), CheckpointIndex(checkpoint))
+    trainer = TrainerRank(0, Agreement(group), "127.0.0.1", timedelta(minutes=1))
+    return WeightUpdater(source, engines, trainer, sync_settings(checkpoint, **changes))
 
 
 def local(url):
@@ -112,7 +104,7 @@ def server(engine_server, tiny_checkpoint, group):
 
     before = asyncio.run(version())
     yield engine_server
-    updater_of(tiny_checkpoint, tiny_checkpoint, local(engine_server), group).update(99, live)
+    updater_of(tiny_checkpoint, tiny_checkpoint, local(engine_server), group).update(99)
     check_log_probs(engine_server, tiny_checkpoint, "99")
     asyncio.run(version(before))
 
@@ -120,14 +112,14 @@ def server(engine_server, tiny_checkpoint, group):
 def test_an_update_reaches_every_weight_and_leaves_nothing_behind(server, tiny_checkpoint, group):
     other = perturbed(tiny_checkpoint, 1)
     updater = updater_of(other, tiny_checkpoint, local(server), group)
-    metrics = updater.update(1, live)
+    metrics = updater.update(1)
     assert metrics["perf/update_weights_tensors"] == TENSORS
     check_log_probs(server, other, "1")
 
-    updater.update(2, live)
+    updater.update(2)
     shared_before, files_before = open_things()
     for number in range(3, 23):
-        updater.update(number, live)
+        updater.update(number)
     shared_after, files_after = open_things()
     # A connection more or less may be closing; a leak would be one a bucket.
     assert shared_before == shared_after and files_after <= files_before + 5
@@ -139,17 +131,19 @@ def test_a_remote_engine(server, tiny_checkpoint, group, tmp_path, mode):
     other = perturbed(tiny_checkpoint, 3)
     changes = dict(transfer_mode=mode, disk_folder=str(tmp_path) if mode == "disk" else None)
     updater = updater_of(other, tiny_checkpoint, remote(server), group, **changes)
-    updater.update(1, live)
+    updater.update(1)
     check_log_probs(server, other, "1")
-    updater.update(2, lambda parameter: parameter.detach() * 0)
-    updater.update(3, live)
+    updater.source.read = lambda parameter: parameter.detach() * 0
+    updater.update(2)
+    updater.source.read = live
+    updater.update(3)
     check_log_probs(server, other, "3")
     assert list(tmp_path.iterdir()) == []
     name = updater.transports[0]._name if mode == "broadcast" else "none"
     updater.close()
     with pytest.raises(SGLangError, match="400"):  # it knows no such group any more
         asyncio.run(leave_group(server, name))
-    updater.update(4, live)  # with a new group
+    updater.update(4)  # with a new group
     updater.close()
 
 
@@ -172,7 +166,7 @@ def test_a_request_that_runs_meanwhile(server, tiny_checkpoint, group, mode, cap
             running = asyncio.create_task(client.generate([list(b"straddles")], [sampling]))
             while not await client.running_requests():
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(updater.update, 1, live)
+            await asyncio.to_thread(updater.update, 1)
             (answer,) = await running
             return answer
 
@@ -183,14 +177,14 @@ def test_a_request_that_runs_meanwhile(server, tiny_checkpoint, group, mode, cap
     assert mode == "abort" or len(answer["output_ids"]) == length
     assert ("goes on with 1 requests after the update" in caplog.text) == (mode != "abort")
     if mode != "abort":
-        updater.update(2, live)
+        updater.update(2)
     check_log_probs(server, other, "1" if mode == "abort" else "2")
 
 
 def test_the_check_finds_a_tensor_that_an_update_does_not_write(server, tiny_checkpoint, group, caplog, monkeypatch):
     updater = updater_of(tiny_checkpoint, tiny_checkpoint, local(server), group, check_equal=True)
     with caplog.at_level(logging.INFO):
-        updater.update(1, live)
+        updater.update(1)
     # Of a layer's tensors q, k and v are one in the engine, and so are gate and up.
     assert f"all {2 * 8 + 2} tensors of {server} are overwritten" in caplog.text
     assert "13 of them were compared with what was sent and are bit-equal" in caplog.text
@@ -200,7 +194,7 @@ def test_the_check_finds_a_tensor_that_an_update_does_not_write(server, tiny_che
     with pytest.raises(
         RuntimeError, match=f"tensors of {server} are not what was sent: model.layers.0.input_layernorm.weight"
     ):
-        updater.update(2, live)
+        updater.update(2)
 
 
 @pytest.mark.slow
@@ -214,7 +208,7 @@ def test_an_engine_of_two_ranks_beside_a_colocated_one(server, tiny_checkpoint, 
             other = perturbed(tiny_checkpoint, 5 + version)
             engines = [EngineTarget(url, 2, sources), *local(server)]
             with caplog.at_level(logging.INFO):
-                updater_of(other, tiny_checkpoint, engines, group, check_equal=True).update(version, live)
+                updater_of(other, tiny_checkpoint, engines, group, check_equal=True).update(version)
             assert f"all {2 * (2 * 8 + 2)} tensors of {url} are overwritten" in caplog.text
             for each in (url, server):
                 check_log_probs(each, other, str(version))
@@ -241,7 +235,7 @@ def test_other_families(family, tmp_path, engine_config, group):
     engine = SGLangEngine(config, 0, [])
     try:
         url = engine.start()
-        updater_of(other := perturbed(folder, 2), folder, local(url), group).update(1, live)
+        updater_of(other := perturbed(folder, 2), folder, local(url), group).update(1)
         check_log_probs(url, other, "1")
     finally:
         engine.shutdown()

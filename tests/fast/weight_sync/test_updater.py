@@ -12,14 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from miles.backends.megatron_utils.weight_source import MegatronWeights
 from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
 from miles.utils.agreement import Agreement
 from miles.utils.errors import one_line
-from miles.weight_sync.gather import live
 from miles.weight_sync.live_bytes import LiveBytes
-from miles.weight_sync.updater import EngineTarget, WeightUpdater
-from tests.fast.weight_sync.conftest import ExpertFamily, expert_checkpoint, expert_chunk, fall_asleep, grid
+from miles.weight_sync.source import live
+from miles.weight_sync.target import EngineTarget
+from miles.weight_sync.updater import TrainerRank, WeightUpdater
+from tests.fast.weight_sync.conftest import (
+    ExpertFamily,
+    expert_checkpoint,
+    expert_chunk,
+    fall_asleep,
+    grid,
+    sync_settings,
+)
 from tests.fast.weight_sync.fake_engine import Engine
 
 LIMIT = 20_000  # of some 55,000 bytes
@@ -49,30 +58,21 @@ def target(engine, sources=None):
     return [engine.url, len(engine.received), sources]
 
 
-def build(folder, parallel, rank, targets, limit=LIMIT, **changes):
+def build(folder, parallel, rank, targets, limit=LIMIT, engine_format=None, **changes):
     chunks = [expert_chunk(CheckpointIndex(folder), parallel, n) for n in range(len(parallel.chunk_layers[0]))]
-    options = dict(
-        address="127.0.0.1",
-        buffer_size=limit,
-        reads_copy=True,
-        flush_cache=True,
-        pause_mode="retract",
-        transfer_mode="broadcast",
-        disk_folder=None,
-        check_equal=False,
-        timeout=timedelta(minutes=1),
+    source = MegatronWeights(
+        chunks, ExpertFamily(), load_hf_config(folder), parallel, CheckpointIndex(folder), copies=True
     )
-    return WeightUpdater(
-        chunks,
-        ExpertFamily(),
-        load_hf_config(folder),
-        parallel,
-        folder,
-        [EngineTarget(*each) for each in targets],
-        rank,
-        Agreement(dist.group.WORLD),
-        **options | changes,
-    ), chunks
+    trainer = TrainerRank(rank, Agreement(dist.group.WORLD), "127.0.0.1", timedelta(minutes=1))
+    engines = [EngineTarget(*each) for each in targets]
+    settings = sync_settings(folder, buffer_size=limit, **changes)
+    return WeightUpdater(source, engines, trainer, settings, engine_format), chunks
+
+
+def update(updater, version, read):
+    """One update of the weights as `read` gives them."""
+    updater.source.read = read
+    updater.update(version)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def main(rank, world_size, store, folder, task):
         read = fall_asleep(*chunks) if version == len(task["updates"]) else live
         started, error = time.monotonic(), ""
         try:
-            updater.update(version, lambda parameter, read=read, version=version: read(parameter) * version)
+            update(updater, version, lambda parameter, read=read, version=version: read(parameter) * version)
         except Exception as failure:
             error = one_line(failure)
         assert expected in error and bool(expected) == bool(error), error
@@ -191,7 +191,7 @@ def test_an_engine_that_joins_no_group_is_not_waited_for(run_ranks, make_engine,
 def test_the_port_of_a_group_is_open_on_the_address_alone(one_process, make_engine):
     engine = make_engine()
     updater, _ = one_process([target(engine)])
-    updater.update(1, live)
+    update(updater, 1, live)
     (name,) = engine.groups
     opened = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in opened if address.port == int(name.rpartition("-")[2])] == ["127.0.0.1"]
@@ -206,11 +206,11 @@ def test_runs_that_share_a_disk_folder_do_not_meet(one_process, make_engine, tmp
     def read(parameter):
         if not seen:
             seen.append(list(folder.iterdir()))
-            another.update(1, live)
+            update(another, 1, live)
             assert list(folder.iterdir()) == seen[0]
         return parameter.detach() * 2
 
-    updater.update(2, read)
+    update(updater, 2, read)
     assert len(seen[0]) == 1 and list(folder.iterdir()) == []
     assert engine.version == "2"
 
@@ -223,7 +223,7 @@ def test_a_rank_that_can_not_read_says_so(one_process, make_engine):
         raise OSError("injected")
 
     with pytest.raises(OSError, match="injected") as caught:
-        updater.update(1, read)
+        update(updater, 1, read)
     assert caught.value.__notes__ == ["embedding.weight could not be read"]
     assert engine.calls == [*OPEN, "/continue_generation"]
 
@@ -239,7 +239,7 @@ def test_a_bucket_is_made_while_an_engine_takes_the_last(one_process, make_engin
         reads.append(time.monotonic())
         return parameter.detach()
 
-    updater.update(1, read)
+    update(updater, 1, read)
     assert len(engine.times) >= 3
     for start, end in engine.times[:-1]:
         assert any(start < moment < end for moment in reads)
@@ -259,7 +259,7 @@ def test_memory_is_two_buckets(one_process, make_engine, limit, remote):
     for read in (lambda: live, lambda: fall_asleep(*chunks)):
         values = read()
         with LiveBytes() as counted:
-            updater.update(1, values)
+            update(updater, 1, values)
         assert largest < counted.peak <= 2 * limit
 
 
@@ -268,7 +268,7 @@ def test_what_belongs_together_is_sent_together(one_process, make_engine, checkp
     engine = make_engine(seconds=0.02)
     updater, _ = one_process([target(engine, [0])], limit=2_000)
     with LiveBytes() as counted:
-        updater.update(1, live)
+        update(updater, 1, live)
     check(engine, checkpoint, 1)
     buckets = updater.gatherer.buckets
     largest = max(bucket.capacity + bucket.scratch for bucket in buckets)

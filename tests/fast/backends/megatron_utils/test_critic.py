@@ -106,6 +106,8 @@ def head_of(found):
 def learn_alone(checkpoint, folder, port):
     """One process: what the others are compared with; its gradients as a Hugging Face checkpoint, to be cut anew."""
     from miles.backends.megatron_utils.hf_weights import load_into
+    from miles.backends.megatron_utils.weight_source import MegatronWeights
+    from miles.hf.checkpoint import CheckpointIndex
     from miles.weight_sync.export import save_hf
 
     critic, shard, _ = built(0, 1, checkpoint, folder / "scratch", (), port)
@@ -135,8 +137,8 @@ def learn_alone(checkpoint, folder, port):
     for name, parameter in by_name(language_model).items():
         parameter.data.copy_(found[name] if name in found else torch.zeros_like(parameter))
     assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
-    described += (critic.model.parallel,)
-    save_hf(str(folder / "gradients"), language_model, *described, checkpoint, True, critic.agreement)
+    weights = MegatronWeights(language_model, *described, critic.model.parallel, CheckpointIndex(checkpoint))
+    save_hf(str(folder / "gradients"), weights, True, critic.agreement)
     torch.save({"lines": lines, "values": values, "head": head}, folder / "alone.pt")
     leave_world()
 

@@ -68,6 +68,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     from miles.utils.agreement import Agreement
     from miles.utils.checkpoint_folder import partial_folder
     from miles.weight_sync.export import save_hf
+    from miles.weight_sync.source import live
 
     checkpoint = folder / "checkpoint"
     hf_config = load_hf_config(checkpoint)
@@ -111,9 +112,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     saving.load(partial_folder(folder / "saved", 0), other, with_optimizer=True)
     for loaded, tensor in zip(other.weights(), model.weights(), strict=True):
         assert torch.equal(loaded, tensor)
-    is_writer = torch.distributed.get_rank() == 0
-    described = (other.family, hf_config, other.parallel)
-    save_hf(folder / "export", other.chunks, *described, checkpoint, is_writer, agreement)
+    save_hf(folder / "export", other.weight_source(live, copies=False), torch.distributed.get_rank() == 0, agreement)
 
 
 def main(rank: int, world_size: int, root: Path, master: str, what: str) -> None:

@@ -215,7 +215,7 @@ def compare(folder: Path, layout: str, changes: dict) -> dict:
     from miles.backends.trainer.protocol import Scoring
     from miles.hf.checkpoint import CheckpointIndex
     from miles.hf.config import load_hf_config
-    from miles.weight_sync.gather import live
+    from miles.weight_sync.source import live
     from tests.fast.weight_sync.conftest import hf_tensors
 
     checkpoint = folder / "checkpoint"

@@ -12,14 +12,19 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from miles.backends.megatron_utils.families import family_for
+from miles.backends.megatron_utils.weight_source import MegatronWeights, merge_scratch, plan_entries
 from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
+from miles.hf.entries import Entry
+from miles.hf.layouts import Column
 from miles.utils.agreement import Agreement
 from miles.utils.errors import one_line
+from miles.weight_sync.bucket import views
 from miles.weight_sync.export import save_hf
-from miles.weight_sync.gather import Gatherer, live, views
+from miles.weight_sync.format import CheckpointFormat
+from miles.weight_sync.gather import Gatherer
 from miles.weight_sync.live_bytes import LiveBytes
-from miles.weight_sync.plan import make_plan
+from miles.weight_sync.source import live
 from tests.fast.weight_sync.conftest import (
     ExpertFamily,
     StageModel,
@@ -66,6 +71,10 @@ def loaded_stage(folder, parallel, dtype=torch.bfloat16):
     return model, config
 
 
+def names(planned):
+    return [name for each in planned for name in each.shapes]
+
+
 def check_gathered(folder, parallel):
     model, config = loaded_stage(folder, parallel)
     index = CheckpointIndex(folder)
@@ -89,29 +98,23 @@ def main(rank, world_size, store, root, *sizes):
             check_gathered(folder, grid(dist.new_group, rank, world_size, **sizes, layers=3))
         tied = grid(dist.new_group, rank, world_size, **sizes, layers=3)
         model, config = loaded_stage(root / "tied", tied)
-        save_hf(
-            root / "export",
-            [model],
-            family_for(config),
-            config,
-            tied,
-            root / "tied",
-            rank == 0,
-            Agreement(dist.group.WORLD),
-        )
+        weights = MegatronWeights([model], family_for(config), config, tied, CheckpointIndex(root / "tied"))
+        agreement = Agreement(dist.group.WORLD)
+        save_hf(root / "export", weights, rank == 0, agreement)
     index, config = CheckpointIndex(root / "experts"), load_hf_config(root / "experts")
     chunks = [expert_chunk(index, parallel, n) for n in range(len(parallel.chunk_layers[0]))]
-    order = make_plan(ExpertFamily(), config, alone(4), index).shapes
+    order = names(plan_entries(ExpertFamily(), config, alone(4), index))
     for limit in (12_000, 200_000):
-        gatherer = Gatherer(chunks, ExpertFamily(), config, parallel, index, limit, copies=True)
-        assert list(gatherer.plan.shapes) == list(order)
+        source = MegatronWeights(chunks, ExpertFamily(), config, parallel, index, copies=True)
+        gatherer = Gatherer(source, CheckpointFormat(), limit)
+        assert names(source.planned) == order
         assert (len(gatherer.buckets) > 4) == (limit == 12_000)
         for asleep in (False, True):
-            read = fall_asleep(*chunks) if asleep else live
+            source.read = fall_asleep(*chunks) if asleep else live
             gathered = {}
             for bucket in gatherer.buckets:
                 flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
-                gatherer.fill(bucket, flat, read, everywhere=True)
+                gatherer.fill(bucket, flat, everywhere=True)
                 gathered |= {name: tensor.clone() for name, tensor in views(bucket, flat).items()}
             assert sorted(gathered) == sorted(index.files)
             for name, tensor in gathered.items():
@@ -130,13 +133,14 @@ def fail_to_read(rank, gatherer, chunk):
             raise OSError("injected")
         return parameter.detach()
 
+    gatherer.source.read = read
     parameters = dict(chunk.named_parameters())
-    for planned, own in gatherer.own.items():
-        own[:] = [parameters[planned.entry.megatron_name.format(expert)] for expert in range(len(own))]
+    for (_, entry), held in gatherer.source.held.items():
+        held[:] = [parameters[entry.megatron_name.format(expert)] for expert in range(len(held))]
     failures = [
         one_line(failure)
         for bucket in gatherer.buckets
-        for failure in [gatherer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8), read, everywhere=True)]
+        for failure in [gatherer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8), everywhere=True)]
         if failure is not None
     ]
     assert failures == (["OSError: injected; decoder.layers.1.q_a could not be read"] if rank == 1 else [])
@@ -177,13 +181,14 @@ def test_a_bucket_and_its_making_stay_within_the_limit(tmp_path, monkeypatch, si
     config, index = expert_checkpoint(tmp_path / "experts"), CheckpointIndex(tmp_path / "experts")
     parallel = replace(alone(4), **sizes, tp_group=lambda: None, etp_group=lambda: None)
     chunk = expert_chunk(index, parallel, 0)
-    gatherer = Gatherer([chunk], ExpertFamily(), config, parallel, index, 12_000, copies=asleep)
     read = fall_asleep(chunk) if asleep else live
+    source = MegatronWeights([chunk], ExpertFamily(), config, parallel, index, read, copies=asleep)
+    gatherer = Gatherer(source, CheckpointFormat(), 12_000)
     assert len(gatherer.buckets) > 4
     for bucket in gatherer.buckets:
         with LiveBytes() as counted:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            gatherer.fill(bucket, flat, read, everywhere=True)
+            gatherer.fill(bucket, flat, everywhere=True)
         assert bucket.nbytes <= counted.peak <= bucket.nbytes + bucket.scratch
         assert 2 * bucket.capacity + bucket.scratch <= 24_000
 
@@ -240,7 +245,7 @@ def test_a_difference_is_refused_before_anything_is_given(tmp_path):
     ):
         hf_tensors([model], family, config, alone(3), index, live)
     with pytest.raises(ValueError, match="missing: model.norm.weight"):
-        make_plan(family, config, alone(3), index)
+        plan_entries(family, config, alone(3), index)
     del model.decoder.layers._modules["2"]
     with pytest.raises(ValueError, match="values without a parameter: decoder.layers.2"):
         hf_tensors([model], family, config, alone(3), CheckpointIndex(folder), live)
@@ -253,7 +258,13 @@ def test_nothing_to_send_is_refused(tmp_path):
 
     config = expert_checkpoint(tmp_path / "experts")
     with pytest.raises(ValueError, match="Empty lists no weights at all"):
-        make_plan(Empty(), config, alone(4), CheckpointIndex(tmp_path / "experts"))
+        plan_entries(Empty(), config, alone(4), CheckpointIndex(tmp_path / "experts"))
+
+
+def test_shards_count_while_they_are_gathered():
+    """At TP 2: all shards, and their halves' own copy or the joined tensor."""
+    entry = Entry(Column(), "a", ("a",), ((8, 100),))
+    assert 1600 <= merge_scratch(entry, torch.uint8, 2, limit=160, copies=True) <= 2100
 
 
 if __name__ == "__main__":
