@@ -1,7 +1,7 @@
 """New weights on their way from the trainer to the engines."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,6 +9,12 @@ from miles.config.effect import OnlyWith, engines_run
 from miles.config.paths import OutputFolder
 from miles.config.section import Section, rule
 from miles.config.values import Values
+from miles.weight_sync.transports import REMOTE_TRANSPORTS
+
+if TYPE_CHECKING:
+    TransferMode = str
+else:
+    TransferMode = Literal[tuple(REMOTE_TRANSPORTS)]
 
 
 class WeightSyncConfig(Section):
@@ -21,7 +27,7 @@ class WeightSyncConfig(Section):
         "faster.",
     )
     update_weight_transfer_mode: Annotated[
-        Literal["broadcast", "disk"],
+        TransferMode,
         OnlyWith(
             "engines on GPUs of their own",
             "since those that share the trainer's read its memory",
@@ -31,9 +37,9 @@ class WeightSyncConfig(Section):
         ),
     ] = Field(
         "broadcast",
-        description="How weights reach engines that are not on the trainer's GPUs. broadcast: a process group for each "
-        "pipeline stage, NCCL between GPUs, gloo on a CPU. disk: a checkpoint in --update-weight-disk-dir. Colocated "
-        "engines always read the trainer's memory.",
+        description="How weights reach engines that are not on the trainer's GPUs. "
+        + " ".join(f"{name}: {transport.help}." for name, transport in REMOTE_TRANSPORTS.items())
+        + " Colocated engines always read the trainer's memory.",
     )
     update_weight_disk_dir: Annotated[OutputFolder | None, OnlyWith("--update-weight-transfer-mode disk")] = Field(
         None,

@@ -41,13 +41,13 @@ class CheckpointIndex:
     def _listed_names(self) -> dict[Path, list[str] | None]:
         index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
         if index.is_file():
-            files: dict[Path, list[str] | None] = {}
+            files: dict[Path, list[str]] = {}
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 files.setdefault(self.folder / file, []).append(name)
             missing = [path.name for path in files if not path.is_file()]
             if missing:
                 raise UserError(f"{index} names files that are not there: {some_of(missing)}; download them again")
-            return files
+            return {**files}
         if single.is_file():
             return {single: None}
         raise UserError(

@@ -50,7 +50,7 @@ def forward_flops(shape: Mapping[str, Any]) -> ForwardFlops:
     the delta net's recurrence and a sparse attention's indexer. Chunked attention counts as a window of its chunk.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    weights, pairs = 0, Counter()
+    weights, pairs = 0, Counter[int | None]()
     for layer in range(layers):
         kind = shape["layer_types"][layer] if shape.get("layer_types") else None
         if kind == "linear_attention":

@@ -19,12 +19,14 @@ class LocalTransport(Transport):
 
     def __init__(self, engines: dict[int, EngineTarget], setup: TransportSetup):
         super().__init__(engines, setup)
-        self.shares_memory = any(setup.rank in engine.source_ranks for engine in engines.values())
+        # Of each engine, for each of its ranks the trainer rank that it reads.
+        self._sources = {number: engine.source_ranks or [] for number, engine in engines.items()}
+        self.shares_memory = any(setup.rank in sources for sources in self._sources.values())
         # Every rank takes part in creating every group; an engine served by one rank needs none.
         self._groups = {
             number: dist.new_group(members, setup.timeout, "gloo") if len(members) > 1 else None
-            for number, engine in engines.items()
-            for members in (sorted(set(engine.source_ranks)),)
+            for number, sources in self._sources.items()
+            for members in (sorted(set(sources)),)
         }
         self._handles: dict[int, dict[int, str]] = {}
         self._taking: list[Future] = []
@@ -34,9 +36,9 @@ class LocalTransport(Transport):
 
     def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._handles = {
-            number: {r: handle(bucket, flat) for r, source in enumerate(engine.source_ranks) if source == self.rank}
-            for number, engine in self.engines.items()
-            if self.rank in engine.source_ranks
+            number: {r: handle(bucket, flat) for r, source in enumerate(sources) if source == self.rank}
+            for number, sources in self._sources.items()
+            if self.rank in sources
         }
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -52,11 +54,12 @@ class LocalTransport(Transport):
     def _collect(self, number: int, own: dict[int, str]) -> list[str] | None:
         """The handles of all ranks of an engine, on the trainer rank that talks to it."""
         group, engine = self._groups[number], self.engines[number]
+        leads = self.rank == engine.lead
         collected = [own]
         if group is not None:
-            collected = [None] * dist.get_world_size(group) if self.rank == engine.lead else None
-            dist.gather_object(own, collected, dst=engine.lead, group=group)
-        if self.rank != engine.lead:
+            collected = [{}] * dist.get_world_size(group)
+            dist.gather_object(own, collected if leads else None, dst=engine.lead, group=group)
+        if not leads:
             return None
         handles = {rank: text for part in collected for rank, text in part.items()}
         return [handles[rank] for rank in range(engine.tp_size)]

@@ -96,7 +96,7 @@ def _units(sized: list[_Sized]) -> Iterator[list[_Sized]]:
     unit: list[_Sized] = []
     end = -1
     for number, (one, key) in enumerate(zip(sized, keys, strict=True)):
-        end = max(end, last.get(key, number))
+        end = max(end, number if key is None else last[key])
         unit.append(one)
         if number == end:
             assert len({each.part.stage for each in unit}) == 1, (

@@ -1,8 +1,8 @@
 """What the sync asks of a trainer: which tensors it has, and how a bucket of them is filled."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,7 +47,7 @@ class SourcePart:
         scratch: bytes that making its tensors takes for a moment, beside the memory that they are written to.
     """
 
-    key: Hashable
+    key: Any
     tensors: tuple[FullTensor, ...]
     stage: int = 0
     owner: int | None = None

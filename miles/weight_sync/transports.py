@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles.weight_sync.transport import Transport
@@ -34,5 +34,3 @@ REMOTE_TRANSPORTS = {
     ),
     "disk": RemoteTransport("miles.weight_sync.disk.DiskTransport", "a checkpoint in --update-weight-disk-dir"),
 }
-# The choices of the flag.
-TransferMode = Literal[tuple(REMOTE_TRANSPORTS)]

@@ -141,7 +141,7 @@ class WeightUpdater:
                     self._together(lambda: loop.run([session.open() for session in sessions.values()]))
                 self._send_all(link, sessions, self.transports, timer)
                 if self.hashes is not None:
-                    self._check(link, list(sessions))
+                    self._check(link, list(sessions), self.hashes)
                 with timer("session"):
                     self._together(lambda: _finish(loop, sessions.values(), buckets))
             finally:
@@ -259,16 +259,16 @@ class WeightUpdater:
 
         return [prepare]
 
-    def _check(self, link: Link, leads: list[int]) -> None:
+    def _check(self, link: Link, leads: list[int], hashes: SentHashes) -> None:
         """--check-weight-update-equal, at the first update: overwrite the engines' weights and send them once more."""
         first = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         self._together(lambda: link.loop.run([link.clients[number].reset_weights() for number in leads]))
-        self._send_all(link, {}, [*self.transports, self.hashes], _Timer())
+        self._send_all(link, {}, [*self.transports, hashes], _Timer())
+        self.hashes = None
         second = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
-        hashes, self.hashes = self.hashes.hashes, None
         self._together(
             *(
-                lambda n=number, a=a, b=b: compare(self.engines[n].url, a, b, hashes)
+                lambda n=number, a=a, b=b: compare(self.engines[n].url, a, b, hashes.hashes)
                 for number, a, b in zip(leads, first, second, strict=True)
             )
         )

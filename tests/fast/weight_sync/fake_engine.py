@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 
 from miles.hf.checkpoint import CheckpointIndex
+from miles.weight_sync.check import tensor_hash
 
 
 class Engine:
     """Opens every rank's bucket, joins process groups, and records the calls.
 
     received: for each rank {name: tensor}. batches: the names of each bucket. times: (start, end) of each bucket.
-    left: process groups that it was told to leave. fail_on: path whose calls answer 400. seconds: that taking a bucket
-    lasts.
+    left: process groups that it was told to leave. resets: how often its weights were overwritten. fail_on: path whose
+    calls answer 400. seconds: that taking a bucket lasts.
     """
 
     def __init__(self, tp_size=1, fail_on=None, seconds=0.0, running=0):
         self.calls, self.received, self.version = [], [{} for _ in range(tp_size)], None
         self.batches, self.times, self.pauses, self.groups = [], [], [], {}
-        self.left = []
+        self.left, self.resets = [], 0
         self.seconds, self.running = seconds, running
         engine = self
 
@@ -35,10 +36,12 @@ class Engine:
                 path = self.path.split("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
                 engine.calls.append(path)
-                status = 400 if path == fail_on else 200
-                if status == 200:
+                status, answer = 400 if path == fail_on else 200, {"success": True}
+                if status == 200 and path == "/weights_checker":
+                    answer["ranks"] = engine.check(body["action"])
+                elif status == 200:
                     engine.take(path, body)
-                self.answer(status, {"success": True})
+                self.answer(status, answer)
 
             def answer(self, status, body):
                 answer = json.dumps(body).encode()
@@ -80,6 +83,16 @@ class Engine:
             return
         time.sleep(self.seconds)
         self.times.append((start, time.monotonic()))
+
+    def check(self, action):
+        """What SGLang's weight checker does: hashes of what each rank holds, or zeros in its place."""
+        if action == "checksum":
+            return [{"checksums": {n: tensor_hash(t) for n, t in received.items()}} for received in self.received]
+        self.resets += 1
+        for received in self.received:
+            for tensor in received.values():
+                tensor.zero_()
+        return []
 
     def take_handles(self, handles):
         from sglang.srt.utils import MultiprocessingSerializer
