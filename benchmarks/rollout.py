@@ -167,7 +167,7 @@ class MilesSide:
             return {}
 
         pool = EnginePool(config, [client], config.sglang_server_concurrency, tokenizer, check_engines)
-        self._collector = Collector(config, RolloutDataSource(config, tokenizer), pool, load_hooks(config))
+        self._collector = Collector(config, RolloutDataSource(config, tokenizer), pool, load_hooks(config, tokenizer))
         self._rollout_id = 0
         self.groups: list[list[Sample]] = []
 

@@ -130,7 +130,7 @@ async def soak(config: RunConfig, engines: list[SGLangEngine], urls: list[str], 
     tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
     pool = EnginePool(config, clients, config.sglang_server_concurrency, tokenizer, check_engines)
     data = RolloutDataSource(config, tokenizer)
-    collector = Collector(config, data, pool, load_hooks(config), None)
+    collector = Collector(config, data, pool, load_hooks(config, tokenizer), None)
     accounts, parts, rollouts = Accounts(), [], requests // config.rollout_batch_size
     killing = None
     for part in range(PARTS):

@@ -9,8 +9,8 @@ from typing import Any
 from miles.config import RunConfig
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.filter_hub.dynamic_sampling_filters import advice, keep_every_group
-from miles.rollout.generate import Sampling
-from miles.rollout.group_runner import UNFINISHED, GroupRunner, Tally
+from miles.rollout.generate import UNFINISHED, Sampling
+from miles.rollout.group_runner import GroupRunner, Tally
 from miles.rollout.hooks import Hooks
 from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress

@@ -55,6 +55,7 @@ class EnginePool:
         tokenizer: as given.
         end_ids: the model's own end tokens; they end every response.
         holds: calls of `hold` so far. Nothing is cut off while it stays the same.
+        shared: what generate functions make once, for all that generates by this pool; each has a key of its own.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class EnginePool:
         self._released.set()
         self._sent_again = 0
         self.holds = 0
+        self.shared: dict[str, Any] = {}
 
     @property
     def in_flight(self) -> int:

@@ -38,7 +38,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, tokenizer: Any, hooks: Hooks) -> None:
         self._config = config
         sets = load_eval_sets(config, tokenizer)
-        self._sets = [(eval_set, _hooks_of(config, eval_set, hooks)) for eval_set in sets]
+        self._sets = [(eval_set, _hooks_of(config, tokenizer, eval_set, hooks)) for eval_set in sets]
 
     async def run(self, rollout_id: int, runner_for: Callable[[Hooks], GroupRunner]) -> RolloutFnEvalOutput:
         """Sample and reward all sets. The first error ends all of it: nothing is left running.
@@ -83,10 +83,9 @@ def evaluation_metrics(config: RunConfig, data: Mapping[str, Sequence[Sample]]) 
     return metrics
 
 
-def _hooks_of(config: RunConfig, eval_set: EvalSet, hooks: Hooks) -> Hooks:
+def _hooks_of(config: RunConfig, tokenizer: Any, eval_set: EvalSet, hooks: Hooks) -> Hooks:
     """`hooks` with the set's own generate function, once its reward is checked."""
     if (rm_type := eval_set.metadata.get("rm_type")) is not None:
         built_in(rm_type).check_machine()
-    path = eval_set.generate_path
     flag = f"evaluation set {eval_set.name}: custom_generate_function_path"
-    return dataclasses.replace(hooks, generate=None if path is None else load_generate(config, path, flag))
+    return dataclasses.replace(hooks, generate=load_generate(config, tokenizer, eval_set.generate_path, flag))

@@ -1,15 +1,21 @@
-"""How responses are drawn, and the generate function that draws one response."""
+"""How responses are drawn, and by what: Miles' own generate function, or the user's."""
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from miles.config import RunConfig
 from miles.rollout import engine_pool
+from miles.rollout.engine_pool import EnginesLost, RequestFailed
+from miles.rollout.sample_buffer import ASKED
 from miles.utils.errors import UserError
+from miles.utils.tasks import all_of
 from miles.utils.types import Sample
+from miles.utils.user_code import FunctionFailed
+
+UNFINISHED = (Sample.Status.PENDING, Sample.Status.ABORTED)
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,86 @@ class Sampling:
 
 
 async def generate(config: RunConfig, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
-    """The default generate function: extends the sample by one response, see `EnginePool.complete`.
+    """Extends the sample by one response, see `EnginePool.complete`: what Miles does where no flag names another.
 
-    Custom ones call it for each turn, with `max_new_tokens` of what they grant it. It returns the sample that it was
-    given, of status COMPLETED, TRUNCATED, or ABORTED: then a custom function returns too, and is called again later.
+    Custom generate functions call it for each turn, with `max_new_tokens` of what they grant it. It returns the sample
+    that it was given, of status COMPLETED, TRUNCATED, or ABORTED: then a custom function returns too, and is called
+    again later.
     """
     await engine_pool.current().complete([sample], [sampling_params])
     return sample
+
+
+class GroupGenerate(Protocol):
+    """Makes one attempt at a response of each of some samples of a group.
+
+    Attributes:
+        together: takes all members of a group in one call. Else each has calls of its own, and waits for no other.
+    """
+
+    together: ClassVar[bool]
+
+    async def __call__(
+        self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
+    ) -> list[list[Sample] | Exception]:
+        """For each sample the pieces of its trajectory, or what its generation failed of.
+
+        Raises:
+            EnginesLost: no engine is left.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OneRequest:
+    """`generate` of all samples at once: they go to one engine, which reads their prompt once."""
+
+    together: ClassVar[bool] = True
+
+    async def __call__(
+        self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
+    ) -> list[list[Sample] | Exception]:
+        """As `GroupGenerate` says; the samples are extended in place."""
+        try:
+            await engine_pool.current().complete(samples, sampling_params)
+        except RequestFailed as error:
+            missing = [place for place, sample in enumerate(samples) if sample.status in UNFINISHED]
+            if len(missing) > 1:  # who is to blame is found out one by one
+                again = await all_of([self(config, [samples[place]], [sampling_params[place]]) for place in missing])
+                results = {place: result for place, [result] in zip(missing, again, strict=True)}
+            else:
+                results = dict.fromkeys(missing, error)
+            return [results.get(place, [sample]) for place, sample in enumerate(samples)]
+        return [[sample] for sample in samples]
+
+
+@dataclass(frozen=True)
+class EachAlone:
+    """A generate function of the user's, as `miles.rollout.user_functions` calls it: a call for each sample.
+
+    Each gets a copy, so that the group can be saved, and the sample be asked again, whatever becomes of it.
+    """
+
+    function: Callable[[RunConfig, Sample, dict[str, Any]], Awaitable[list[Sample]]]
+    together: ClassVar[bool] = False
+
+    async def __call__(
+        self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
+    ) -> list[list[Sample] | Exception]:
+        """As `GroupGenerate` says."""
+        calls = zip(samples, sampling_params, strict=True)
+        return await all_of([self._attempt(config, sample, parameters) for sample, parameters in calls])
+
+    async def _attempt(
+        self, config: RunConfig, sample: Sample, sampling_params: dict[str, Any]
+    ) -> list[Sample] | Exception:
+        try:
+            pieces = await self.function(config, copy.deepcopy(sample), sampling_params)
+        except (FunctionFailed, UserError) as error:
+            if isinstance(lost := error.__cause__, EnginesLost):
+                raise lost from None
+            return error
+        # An agent renders its prompt itself.
+        if len(pieces) > 1 or pieces[0].tokens[: len(sample.tokens)] != sample.tokens:
+            pieces[0].metadata[ASKED] = sample.to_dict()
+        return pieces

@@ -1,6 +1,5 @@
 """One group of samples from its prompt to its rewards: generation, retries, rewards, teacher."""
 
-import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,20 +7,17 @@ from typing import Any
 
 from miles.config import RunConfig
 from miles.rewards import RewardCounts, check_errors, compute_rewards
-from miles.rollout.engine_pool import EnginePool, EnginesLost, RequestFailed
-from miles.rollout.generate import Sampling
+from miles.rollout.engine_pool import EnginePool
+from miles.rollout.generate import UNFINISHED, Sampling
 from miles.rollout.hooks import Hooks
 from miles.rollout.progress import Progress
-from miles.rollout.sample_buffer import ASKED, Group, as_asked, trajectories
+from miles.rollout.sample_buffer import Group, as_asked, trajectories
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError
 from miles.utils.tasks import all_of
 from miles.utils.types import Sample
-from miles.utils.user_code import described
 
 logger = logging.getLogger(__name__)
-
-UNFINISHED = (Sample.Status.PENDING, Sample.Status.ABORTED)
 
 
 @dataclass
@@ -126,7 +122,7 @@ class GroupRunner:
         def update() -> None:
             group[:] = [sample for member in members for sample in member.pieces]
 
-        parts = [members] if self._hooks.generate is None else [[member] for member in members]
+        parts = [members] if self._hooks.generate.together else [[member] for member in members]
         await all_of([self._finish(part, sampling, should_stop, update) for part in parts])
         if all(member.is_finished for member in members):
             if self._config.mask_offpolicy_in_partial_rollout and not self._evaluation:
@@ -142,63 +138,40 @@ class GroupRunner:
         should_stop: Callable[[], bool],
         update: Callable[[], None],
     ) -> None:
-        """Generate for these members, together, until all are finished, or should_stop()."""
+        """Generate for these members until all are finished, or should_stop()."""
         while (missing := [member for member in members if not member.is_finished]) and not should_stop():
-            await self._generate(missing, sampling, should_stop)
-            cut_off = [member for member in missing if member.is_cut_off]
-            if not self._config.partial_rollout:
-                for member in cut_off:
+            await self._pool.wait_released()
+            if should_stop():
+                break
+            await self._attempt(missing, sampling, should_stop)
+            for member in missing:
+                if member.is_cut_off and not self._config.partial_rollout:
                     member.start_anew()
             update()
-            if cut_off and not should_stop():
-                await self._pool.wait_released()
 
-    async def _generate(self, members: list["_Member"], sampling: Sampling, should_stop: Callable[[], bool]) -> None:
-        """One attempt: afterwards each member is finished, cut off, or pending with one more failure."""
-        if self._hooks.generate is not None:
-            (member,) = members
-            await self._call_generate(member, sampling, should_stop)
-            return
+    async def _attempt(self, members: list["_Member"], sampling: Sampling, should_stop: Callable[[], bool]) -> None:
+        """Afterwards each member is finished, cut off, or pending with one more failure."""
         samples = [member.pieces[0] for member in members]
-        try:
-            await self._pool.complete(samples, [sampling.parameters(sample) for sample in samples])
-        except RequestFailed as error:
-            missing = [member for member in members if not member.is_finished]
-            if len(missing) == 1:
-                self._failed(missing[0], str(error), error)
-            else:  # who is to blame is found out one by one
-                await all_of([self._generate([member], sampling, should_stop) for member in missing])
-
-    async def _call_generate(self, member: "_Member", sampling: Sampling, should_stop: Callable[[], bool]) -> None:
-        asked = member.pieces[0]
-        parameters = sampling.parameters(asked)
+        parameters = [sampling.parameters(sample) for sample in samples]
         holds = self._pool.holds
-        await self._pool.wait_released()
-        try:
-            with self._pool.active(should_stop):
-                # A copy, so that the group can be saved, and the sample be asked again, whatever becomes of it.
-                pieces = await self._hooks.generate(self._config, copy.deepcopy(asked), parameters)
-        # A generate function is foreign code: what it raises is counted, and stops the run above a bound.
-        except Exception as error:
-            if isinstance(lost := error.__cause__, EnginesLost):
-                raise lost from None
-            self._failed(member, described(error), error)
-            return
-        statuses = {piece.status for piece in pieces}
-        if Sample.Status.FAILED in statuses:
-            self._failed(member, "the generate function returned it as failed")
-        elif Sample.Status.ABORTED not in statuses:
-            # An agent renders its prompt itself.
-            if len(pieces) > 1 or pieces[0].tokens[: len(asked.tokens)] != asked.tokens:
-                pieces[0].metadata[ASKED] = asked.to_dict()
-            member.pieces = pieces
-        elif self._pool.holds == holds:
-            self._failed(member, "the generate function returned it as aborted, and nothing had cut it off")
-        elif len(pieces) == 1:
-            member.pieces = pieces
-        else:  # several pieces can't be gone on with as one sample
-            member.start_anew()
-            member.pieces[0].status = Sample.Status.ABORTED
+        with self._pool.active(should_stop):
+            results = await self._hooks.generate(self._config, samples, parameters)
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, Exception):
+                self._failed(member, str(result), result)
+                continue
+            statuses = {piece.status for piece in result}
+            if Sample.Status.FAILED in statuses:
+                self._failed(member, "the generate function returned it as failed")
+            elif Sample.Status.ABORTED not in statuses:
+                member.pieces = result
+            elif self._pool.holds == holds:
+                self._failed(member, "the generate function returned it as aborted, and nothing had cut it off")
+            elif len(result) == 1:
+                member.pieces = result
+            else:  # several pieces can't be gone on with as one sample
+                member.start_anew()
+                member.pieces[0].status = Sample.Status.ABORTED
 
     def _failed(self, member: "_Member", reason: str, error: Exception | None = None) -> None:
         """An attempt failed: the member is asked again, or has had its chances and is FAILED."""

@@ -8,6 +8,7 @@ from miles.config import RunConfig
 from miles.rollout import user_functions
 from miles.rollout.base_types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.dynamic_sampling_filters import keep_every_group
+from miles.rollout.generate import EachAlone, GroupGenerate, OneRequest
 from miles.rollout.generate_hub import CHECKS
 from miles.rollout.reward_shaping import shaped_rewards
 from miles.rollout.sample_buffer import Group, oldest_first
@@ -17,8 +18,6 @@ from miles.training.batch import TrainBatch
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import load_data_postprocess
 from miles.utils.types import Sample
-
-Generate = Callable[[RunConfig, Sample, dict[str, Any]], Awaitable[list[Sample]]]
 
 
 def _does_nothing(*arguments: Any) -> None:
@@ -31,13 +30,13 @@ def _leaves_nothing_out(*arguments: Any) -> bool:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What is called at each step of a rollout; all but the first three are Miles' own where no flag names another.
+    """What is called at each step of a rollout; all but the first two are Miles' own where no flag names another.
 
     Attributes:
         rollout: makes a whole rollout of (config, rollout_id, data source). None: the collector does, or what there is
             without engines.
         evaluate: makes a whole evaluation, of the same. None: the evaluation sets are sampled.
-        generate: makes of (config, sample, sampling parameters) the pieces of its trajectory. None: a request a group.
+        generate: makes responses of the samples of a group.
         keep_group: whether (config, finished group) is trained on.
         take_from_buffer: takes out of (config, rollout_id, buffer, number of groups): returns those that it took and
             those that it threw away.
@@ -51,7 +50,7 @@ class Hooks:
 
     rollout: Callable[[RunConfig, int, Any], Awaitable[RolloutFnTrainOutput]] | None = None
     evaluate: Callable[[RunConfig, int, Any], Awaitable[RolloutFnEvalOutput]] | None = None
-    generate: Generate | None = None
+    generate: GroupGenerate = OneRequest()
     keep_group: Callable[[RunConfig, Sequence[Sample]], DynamicFilterOutput] = keep_every_group
     take_from_buffer: Callable[[RunConfig, int, list[Group], int], tuple[list[Group], list[Group]]] = oldest_first
     filter_samples: Callable[[RunConfig, Groups], None] = _does_nothing
@@ -66,8 +65,12 @@ class Hooks:
     )
 
 
-def load_hooks(config: RunConfig) -> Hooks:
+def load_hooks(config: RunConfig, tokenizer: Any) -> Hooks:
     """Import and check every function that `config` names, the trainer's too.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the checkpoint's, which Miles' own generate functions for conversations are checked with.
 
     Raises:
         ValueError: one can't be imported, is (no) async function where it must (not) be, or doesn't take what it will
@@ -81,11 +84,10 @@ def load_hooks(config: RunConfig) -> Hooks:
         if path is not None:
             load_in_trainer(path)
     users, own = user_functions, Hooks()
-    generate = config.custom_generate_function_path
     return Hooks(
         rollout=users.rollout.load(config.rollout_function_path, own.rollout),
         evaluate=users.evaluation.load(config.eval_function_path, own.evaluate),
-        generate=own.generate if generate is None else load_generate(config, generate),
+        generate=load_generate(config, tokenizer, config.custom_generate_function_path),
         keep_group=users.dynamic_filter.load(config.dynamic_sampling_filter_path, own.keep_group),
         take_from_buffer=users.buffer_filter.load(config.buffer_filter_path, own.take_from_buffer),
         filter_samples=users.sample_filter.load(config.rollout_sample_filter_path, own.filter_samples),
@@ -97,13 +99,17 @@ def load_hooks(config: RunConfig) -> Hooks:
     )
 
 
-def load_generate(config: RunConfig, path: str, flag: str = user_functions.generate.flag) -> Generate:
-    """The generate function at a dotted path that `flag` names, an evaluation set's perhaps.
+def load_generate(
+    config: RunConfig, tokenizer: Any, path: str | None, flag: str = user_functions.generate.flag
+) -> GroupGenerate:
+    """What generates by the function at a dotted path that `flag` names, an evaluation set's perhaps; None: Miles' own.
 
     Raises:
-        ValueError: as in `load_hooks`, or it is one of Miles' own and what it needs is missing in `config`.
+        ValueError: as in `load_hooks`, or it is one of `miles.rollout.generate_hub` and what it needs is missing.
     """
+    if path is None:
+        return OneRequest()
     function = user_functions.generate.load(path, None, flag)
     if path in CHECKS:
-        CHECKS[path](config)
-    return function
+        CHECKS[path](config, tokenizer)
+    return EachAlone(function)

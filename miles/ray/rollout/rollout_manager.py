@@ -29,7 +29,7 @@ from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks, load_hooks
 from miles.rollout.prompts.data_source import errors_of_source, load_data_source, take_groups
 from miles.rollout.sample_io import load_samples, save_samples
-from miles.rollout.sessions.server import close_servers
+from miles.rollout.sessions.server import close_server
 from miles.rollout.sft_rollout import sft_samples
 from miles.rollout.teacher import Teacher
 from miles.utils.disk import writing
@@ -62,8 +62,8 @@ class RolloutManager:
         self._config = config
         self._engines = Engines(config, engines, router)
         self._policy = policy_of(config)
-        self._hooks = load_hooks(config)
         self._tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
+        self._hooks = load_hooks(config, self._tokenizer)
         self._data = load_data_source(config, self._tokenizer)
         self._evaluator = Evaluator(config, self._tokenizer, self._hooks)
         if config.needs_engines:
@@ -307,10 +307,13 @@ class RolloutManager:
 
         What they send from then on, until the next rollout or evaluation, is cut off at once.
         """
-        hooks, pool = self._hooks, self._pool
-        fields = {"rollout_function_path": hooks.rollout, "eval_function_path": hooks.evaluate}
-        fields["custom_generate_function_path"] = hooks.generate
-        flags = [flag_of(field) for field, function in fields.items() if function is not None]
+        config, pool = self._config, self._pool
+        paths = {
+            "rollout_function_path": config.rollout_function_path,
+            "eval_function_path": config.eval_function_path,
+            "custom_generate_function_path": config.custom_generate_function_path,
+        }
+        flags = [flag_of(field) for field, path in paths.items() if path is not None]
         if pool is None or not flags or self._cut_off:
             return
         if pool.in_flight:
@@ -366,7 +369,8 @@ class RolloutManager:
         if self._taken is not None:
             self._taken = None
             await self._collector.stop()
-        await close_servers()
+        if self._pool is not None:
+            await close_server(self._pool)
         if self._teacher is not None:
             await self._teacher.close()
         await self._engines.close()
@@ -378,7 +382,7 @@ class RolloutManager:
         config = self._config
         with errors_of_source(config):
             longest = self._data.longest_prompt + config.rollout_max_response_len
-        if self._hooks.generate is not None:
+        if config.custom_generate_function_path is not None:
             # What tools say comes on top of the response.
             return config.rollout_max_context_len or longest
         return min(longest, config.rollout_max_context_len or longest)

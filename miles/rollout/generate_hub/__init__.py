@@ -1,24 +1,26 @@
-"""Ready-made generate functions, by dotted path, and the parts that they are made of."""
+"""Ready-made generate functions, by dotted path."""
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 from miles.config import RunConfig
 
 
-def _check_multi_turn(config: RunConfig) -> None:
-    from miles.rollout.generate_hub import multi_turn
+def _check_of(path: str) -> Callable[[RunConfig, Any], None]:
+    """`check` of the module of a generate function, which is imported when it is called."""
 
-    multi_turn.check(config)
+    def check(config: RunConfig, tokenizer: Any) -> None:
+        importlib.import_module(path.rpartition(".")[0]).check(config, tokenizer)
 
-
-def _check_agentic_tool_call(config: RunConfig) -> None:
-    from miles.rollout.generate_hub import agentic_tool_call
-
-    agentic_tool_call.check(config)
+    return check
 
 
 # For each generate function here what raises ValueError, before anything is generated, where it can't be used.
-CHECKS: dict[str, Callable[[RunConfig], None]] = {
-    "miles.rollout.generate_hub.multi_turn.generate": _check_multi_turn,
-    "miles.rollout.generate_hub.agentic_tool_call.generate": _check_agentic_tool_call,
+CHECKS = {
+    path: _check_of(path)
+    for path in (
+        "miles.rollout.generate_hub.multi_turn.generate",
+        "miles.rollout.generate_hub.agentic_tool_call.generate",
+    )
 }

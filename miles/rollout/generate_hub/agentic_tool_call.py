@@ -9,8 +9,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from miles.config import RunConfig
 from miles.rollout import engine_pool
 from miles.rollout.answers import end_token_ids
@@ -32,10 +30,9 @@ FLAG = "--custom-agent-function-path"
 Agent = Callable[[str, Any, dict[str, Any], dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, tokenizer: Any) -> None:
     """Raise ValueError where `generate` can't be used: agent, parser, chat template or address are unusable."""
     _load_agent(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
     if config.generate_tool_call_parser is not None:
         CallParser(config.generate_tool_call_parser, tokenizer)
     ChatFormat.from_config(config, tokenizer, end_token_ids(config.hf_checkpoint, tokenizer))

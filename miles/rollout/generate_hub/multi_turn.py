@@ -4,23 +4,19 @@ Chosen by `--custom-generate-function-path miles.rollout.generate_hub.multi_turn
 """
 
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from transformers import AutoTokenizer
 
 from miles.config import RunConfig
 from miles.rollout import engine_pool
 from miles.rollout.answers import end_token_ids
-from miles.rollout.engine_pool import EnginePool
+from miles.rollout.generate import generate as complete
 from miles.rollout.sessions.chat_format import ChatFormat
 from miles.rollout.sessions.tool_calls import STATE, CallParser, execute, load_execute_tool, specs_of_path, tools_of
 from miles.utils.types import Sample
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, tokenizer: Any) -> None:
     """Raise ValueError where `generate` can't be used: function, schemas, parser or chat template are unusable."""
     load_execute_tool(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
     specs = specs_of_path(config)
     CallParser(config.generate_tool_call_parser, tokenizer).check(specs or ())
     chat = ChatFormat.from_config(config, tokenizer, end_token_ids(config.hf_checkpoint, tokenizer))
@@ -43,8 +39,7 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
     Raises:
         ValueError: the sample has no tools, or the chat template can't continue the conversation.
     """
-    pool = engine_pool.current()
-    chat, parser = _parts(config, pool)
+    chat, parser = _parts(config)
     function, tools = load_execute_tool(config), tools_of(config, sample)
     parser.check(tools)
     stop_ids = sampling_params.get("stop_token_ids") or ()
@@ -58,7 +53,7 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
         return min(allowed - _written(sample), config.rollout_max_context_len - len(sample.tokens) - context)
 
     while True:
-        await pool.complete([sample], [{**sampling_params, "max_new_tokens": room()}])
+        await complete(config, sample, {**sampling_params, "max_new_tokens": room()})
         if sample.status is not Sample.Status.COMPLETED:
             return sample
         if not config.partial_rollout and len(set(sample.weight_versions)) > 1:
@@ -91,11 +86,12 @@ def _written(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
-_PARTS: WeakKeyDictionary[EnginePool, tuple[ChatFormat, CallParser]] = WeakKeyDictionary()
+_PARTS = "chat format and call parser"  # in what is shared of a pool
 
 
-def _parts(config: RunConfig, pool: EnginePool) -> tuple[ChatFormat, CallParser]:
-    if pool not in _PARTS:
+def _parts(config: RunConfig) -> tuple[ChatFormat, CallParser]:
+    pool = engine_pool.current()
+    if _PARTS not in pool.shared:
         chat = ChatFormat.from_config(config, pool.tokenizer, pool.end_ids)
-        _PARTS[pool] = chat, CallParser(config.generate_tool_call_parser, pool.tokenizer)
-    return _PARTS[pool]
+        pool.shared[_PARTS] = chat, CallParser(config.generate_tool_call_parser, pool.tokenizer)
+    return pool.shared[_PARTS]

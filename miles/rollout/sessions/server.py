@@ -337,20 +337,19 @@ def _no_address(config: RunConfig, error: OSError) -> UserError:
     return UserError(f"--session-server-ip {ip}, --session-server-port {port}: {error}")
 
 
-_SERVERS: dict[EnginePool, asyncio.Task[SessionServer]] = {}
+_SERVER = "session server"  # in what is shared of a pool
 
 
 async def server_of(config: RunConfig, pool: EnginePool) -> SessionServer:
     """The server for agents of this pool; the first call starts it."""
-    if pool not in _SERVERS:
-        _SERVERS[pool] = asyncio.create_task(_started(config, pool))
-    return await asyncio.shield(_SERVERS[pool])
+    if _SERVER not in pool.shared:
+        pool.shared[_SERVER] = asyncio.create_task(_started(config, pool))
+    return await asyncio.shield(pool.shared[_SERVER])
 
 
-async def close_servers() -> None:
-    """End every server that `server_of` started."""
-    while _SERVERS:
-        _, starting = _SERVERS.popitem()
+async def close_server(pool: EnginePool) -> None:
+    """End the server of this pool, if `server_of` started one."""
+    if (starting := pool.shared.pop(_SERVER, None)) is not None:
         [server] = await asyncio.gather(starting, return_exceptions=True)
         if isinstance(server, SessionServer):
             await server.close()

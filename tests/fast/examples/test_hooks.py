@@ -77,7 +77,7 @@ async def test_rollout(configured, pool, tokenizer):
     config = configured("rollout")
     data = load_data_source(config, tokenizer)
     with pool.active():
-        output = await load_hooks(config).rollout(config, 0, data)
+        output = await load_hooks(config, None).rollout(config, 0, data)
     assert output.metrics == {"rollout/groups_answered": 4.0}
     assert data.state_dict()["group_index"] == 2
     assert all(sample.reward is not None for group in output.samples for sample in group)
@@ -86,7 +86,7 @@ async def test_rollout(configured, pool, tokenizer):
 async def test_evaluation(configured, pool):
     config = configured("evaluation")
     with pool.active():
-        output = await load_hooks(config).evaluate(config, 0, None)
+        output = await load_hooks(config, None).evaluate(config, 0, None)
     assert [sample.prompt for sample in output.data["seen"]] == ["a", "ab", "abc", "abcd"]
 
 
@@ -97,7 +97,7 @@ async def test_generate(configured, pool):
 
     async def answer(sample):
         with pool.active():
-            (answered,) = await load_hooks(config).generate(config, sample, sampling.parameters(sample))
+            (answered,) = await load_hooks(config, None).generate.function(config, sample, sampling.parameters(sample))
         assert answered is sample
         return sample
 
@@ -130,12 +130,12 @@ def test_reward_post_process(configured):
     config = configured("reward_post_process")
     samples = four_samples()
     samples[3].reward = None
-    assert load_hooks(config).shape_rewards(config, samples) == ([1.0, 0.0, 0.0, None], [0.5, -0.5, -0.5, 0.0])
+    assert load_hooks(config, None).shape_rewards(config, samples) == ([1.0, 0.0, 0.0, None], [0.5, -0.5, -0.5, 0.0])
 
 
 def test_dynamic_filter(configured):
     config = configured("dynamic_filter")
-    hooks = load_hooks(config)
+    hooks = load_hooks(config, None)
     assert hooks.keep_group(config, [finished(0, 0), finished(1, 0, 0.0)]).keep
     refused = hooks.keep_group(config, [finished(0, 0), finished(1, 0)])
     assert (refused.keep, refused.reason) == (False, "all_right")
@@ -145,16 +145,16 @@ def test_buffer_filter(configured):
     config = configured("buffer_filter")
     buffer = [[finished(0, 0)], [Sample(group_index=1, index=1, tokens=[1])], [finished(2, 2), finished(3, 2)]]
     none, one, two = buffer[1], buffer[0], buffer[2]
-    assert load_hooks(config).take_from_buffer(config, 0, buffer, 2) == ([one, two], [])
+    assert load_hooks(config, None).take_from_buffer(config, 0, buffer, 2) == ([one, two], [])
     assert buffer == [none]
-    assert load_hooks(config).take_from_buffer(config, 0, buffer, 2) == ([none], [])
+    assert load_hooks(config, None).take_from_buffer(config, 0, buffer, 2) == ([none], [])
 
 
 def test_sample_filter(configured):
     config = configured("sample_filter")
     groups = two_groups()
     groups[1][0].status = Sample.Status.TRUNCATED
-    load_hooks(config).filter_samples(config, groups)
+    load_hooks(config, None).filter_samples(config, groups)
     assert [[sample.remove_sample for sample in group] for group in groups] == [[False, False], [True, False]]
 
 
@@ -163,7 +163,7 @@ def test_all_samples(configured, tmp_path):
     groups = two_groups()
     groups[0][0].prompt = "what?"
     groups[1][0].reward = groups[1][1].reward = None
-    load_hooks(config).show_all_samples(config, groups, None)
+    load_hooks(config, None).show_all_samples(config, groups, None)
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert lines == [{"prompt": "what?", "mean_reward": 0.5}, {"prompt": "", "mean_reward": None}]
 
@@ -173,7 +173,7 @@ def test_convert(configured):
     samples = four_samples()
     samples[0].tokens, samples[0].response_length = [1] * 8, 6
     samples[0].loss_mask, samples[0].rollout_log_probs = [0, 1, 1, 1, 1, 1], [-1.0] * 6
-    hooks = load_hooks(config)
+    hooks = load_hooks(config, None)
     raw, rewards = hooks.shape_rewards(config, samples)
     batch = hooks.make_batch(config, samples, raw, rewards)
     assert batch["loss_masks"].tolist() == [0, 1, 1, 1, 0, 0, *[1] * 6]
@@ -184,13 +184,13 @@ def test_log_rollout(configured, capsys):
     config = configured("log_rollout")
     samples = four_samples()
     samples[0].response, samples[1].reward = "good", None
-    assert load_hooks(config).log_rollout(config, 2, samples, {}, 1.25) is False
+    assert load_hooks(config, None).log_rollout(config, 2, samples, {}, 1.25) is False
     assert capsys.readouterr().out == "rollout 2, 4 samples in 1.2 s; reward 1.0: 'good'\n"
 
 
 def test_log_eval(configured, capsys):
     config = configured("log_eval")
-    assert load_hooks(config).log_eval(config, 2, {"sums": four_samples()}, {}) is False
+    assert load_hooks(config, None).log_eval(config, 2, {"sums": four_samples()}, {}) is False
     assert capsys.readouterr().out == "evaluation sums after rollout 2: 1 of 4 right\n"
 
 

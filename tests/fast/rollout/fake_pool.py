@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import contextmanager
 
+from miles.rollout.engine_pool import EnginePool
 from miles.utils.types import Sample
 
 
@@ -93,9 +93,7 @@ class FakePool:
     def take_metrics(self):
         return {"rollout/request_retries": 0.0}
 
-    @contextmanager
-    def active(self, should_stop=None):
-        yield self
+    active = EnginePool.active
 
 
 class _CutOff:

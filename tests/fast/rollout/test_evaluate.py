@@ -10,7 +10,7 @@ from miles.engines.client import SGLangClient
 from miles.rollout import evaluate
 from miles.rollout.engine_pool import EnginePool, EnginesLost
 from miles.rollout.evaluate import Evaluator, evaluation_metrics
-from miles.rollout.generate import Sampling
+from miles.rollout.generate import EachAlone, Sampling
 from miles.rollout.group_runner import GroupRunner
 from miles.rollout.hooks import Hooks
 from miles.rollout.prompts.data_source import RolloutDataSource
@@ -147,7 +147,7 @@ def generating(monkeypatch):
     """Let `shouts` be another function, by the path of the same name."""
 
     def replace(function):
-        load = lambda config, path, flag: user_generate(guarded(f"{flag} {path}", function))  # noqa: E731
+        load = lambda config, tokenizer, path, flag: EachAlone(user_generate(guarded(f"{flag} {path}", function)))  # noqa: E731
         monkeypatch.setattr(evaluate, "load_generate", load)
         return {"custom_generate_function_path": "my.function"}
 

@@ -96,5 +96,5 @@ def test_lists_in_lists_are_looked_into():
 @pytest.mark.parametrize("name", ["check_no_aborted", "check_reward_nonzero_std"])
 def test_they_are_given_by_path(engine_config, name):
     path = f"miles.rollout.filter_hub.dynamic_sampling_filters.{name}"
-    hooks = load_hooks(engine_config.model_copy(update={"dynamic_sampling_filter_path": path}))
+    hooks = load_hooks(engine_config.model_copy(update={"dynamic_sampling_filter_path": path}), None)
     assert hooks.keep_group.args[1].__name__ == name

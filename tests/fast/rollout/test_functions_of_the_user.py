@@ -69,7 +69,7 @@ async def call_reward(config):
 
 
 def with_hooks(call):
-    return lambda config: call(load_hooks(config), config)
+    return lambda config: call(load_hooks(config, None), config)
 
 
 def at_once(load, count):
@@ -83,7 +83,7 @@ CALLS = {
     "eval_function_path": ("waits", with_hooks(lambda hooks, config: hooks.evaluate(config, 0, None))),
     "custom_generate_function_path": (
         "waits",
-        with_hooks(lambda hooks, config: hooks.generate(config, Sample(), {})),
+        with_hooks(lambda hooks, config: hooks.generate.function(config, Sample(), {})),
     ),
     "dynamic_sampling_filter_path": ("plain", with_hooks(lambda hooks, config: hooks.keep_group(config, []))),
     "buffer_filter_path": ("plain", with_hooks(lambda hooks, config: hooks.take_from_buffer(config, 0, [], 1))),
@@ -119,12 +119,12 @@ CALLS = {
     "generate_execute_tool_function_path": ("waits", call_tool),
     "custom_agent_function_path": ("waits", at_once(agentic_tool_call._load_agent, 4)),
 }
-LOADS = dict.fromkeys(CALLS, load_hooks) | {
+LOADS = dict.fromkeys(CALLS, lambda config: load_hooks(config, None)) | {
     "data_source_path": lambda config: load_data_source(config, None),
     "custom_rm_path": load_reward,
     "generate_execute_tool_function_path": load_execute_tool,
     "generate_tool_specs_path": specs_of_path,
-    "custom_agent_function_path": agentic_tool_call.check,
+    "custom_agent_function_path": lambda config: agentic_tool_call.check(config, None),
 }
 BROKEN = {
     "import sys\nsys.exit('no license')": "SystemExit: no license; .*broken.py:2",
@@ -193,7 +193,7 @@ async def test_an_error_of_a_data_sources_constructor_names_it(engine_config, mi
 async def test_the_path_of_an_evaluation_set_is_named_by_it(engine_config, mine):
     mine.error = SystemExit(2)
     with pytest.raises(FunctionFailed, match="^the set aime mine.waits failed: SystemExit"):
-        await load_generate(engine_config, "mine.waits", "the set aime")(None, None, None)
+        await load_generate(engine_config, None, "mine.waits", "the set aime").function(None, None, None)
 
 
 async def test_a_cancelled_call_is_no_failure(mine):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles.rollout.engine_pool import EnginesLost, RequestFailed
-from miles.rollout.generate import Sampling
+from miles.rollout.generate import EachAlone, Sampling
 from miles.rollout.group_runner import GroupRunner, mask_older_versions, run_groups
 from miles.rollout.hooks import Hooks
 from miles.rollout.sample_buffer import SampleBuffer
@@ -53,6 +53,11 @@ def answering(function):
     return generate
 
 
+def users(function):
+    """A generate function as `load_hooks` makes it."""
+    return EachAlone(user_generate(guarded("--custom-generate-function-path my.function", function)))
+
+
 async def test_a_group_is_one_request_and_is_rewarded(config):
     pool = FakePool(lambda sample: "a" if sample.index != 2 else "b")
     runner, group = await run(config, pool)
@@ -98,7 +103,7 @@ async def test_lost_engines_end_the_run(config):
         raise EnginesLost("gone")
 
     with pytest.raises(EnginesLost):
-        await run(config, FakePool(), Hooks(generate=user_generate(guarded("--flag my.function", answering(lost)))))
+        await run(config, FakePool(), Hooks(generate=users(answering(lost))))
 
 
 async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
@@ -112,12 +117,13 @@ async def test_a_generate_function_that_raises_is_asked_again(config, caplog):
         sample.tokens.pop()
         return "a"
 
-    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(answering(answer))))
+    runner, group = await run(config, FakePool(), Hooks(generate=users(answering(answer))))
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert statuses(group) == [COMPLETED, COMPLETED, COMPLETED, FAILED]
     assert group[3].tokens == [1, 2]
     assert (runner.tally.failed, runner.tally.retried) == (1, 4)
-    assert "the generation failed 2 times for sample 3 of group 0: KeyError: 'tool'" in caplog.text
+    failure = "--custom-generate-function-path my.function failed: KeyError: 'tool'"
+    assert f"the generation failed 2 times for sample 3 of group 0: {failure}" in caplog.text
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(2), KeyboardInterrupt()])
@@ -127,8 +133,7 @@ async def test_a_generate_function_that_would_end_the_loop_fails_alone(config, e
             raise error
         return "a"
 
-    generate = guarded("--custom-generate-function-path my.function", answering(ends_all))
-    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
+    runner, group = await run(config, FakePool(), Hooks(generate=users(answering(ends_all))))
     assert statuses(group) == [COMPLETED, COMPLETED, FAILED, COMPLETED]
     assert [sample.reward for sample in group] == [1, 1, None, 1]
     assert "sample 2 of group 0: --custom-generate-function-path my.function failed: " in runner.tally.first_failure
@@ -141,7 +146,7 @@ async def test_a_prompt_that_a_generate_function_rewrote_is_asked_as_it_was(conf
         sample.loss_mask, sample.rollout_log_probs = [1], [-0.5]
         return sample
 
-    _, group = await run(config, FakePool(), Hooks(generate=user_generate(rewriting)))
+    _, group = await run(config, FakePool(), Hooks(generate=users(rewriting)))
     buffer = SampleBuffer()
     buffer.ask_again(group)
     assert [(sample.tokens, sample.metadata) for sample in buffer.unfinished[0]] == [([1, 2], {})] * 4
@@ -171,7 +176,7 @@ async def test_several_pieces_share_the_reward_of_the_last(config):
         pieces[0].tokens = [9, 9, 9, *pieces[0].tokens]  # a prompt of its own
         return pieces
 
-    _, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
+    _, group = await run(config, FakePool(), Hooks(generate=users(generate)))
     assert [sample.trajectory for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [sample.reward for sample in group] == [1.0] * 8
     TrainBatch.from_samples(group, [0.0] * 8)
@@ -189,7 +194,7 @@ async def test_a_reward_that_the_generate_function_set_stays(config):
         sample.reward = 0.25
         return await answering(lambda _: asyncio.sleep(0, "a"))(config, sample, sampling_params)
 
-    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
+    runner, group = await run(config, FakePool(), Hooks(generate=users(generate)))
     assert [sample.reward for sample in group] == [0.25] * 4 and not runner.tally.rewards
 
 
@@ -200,7 +205,7 @@ async def test_aborted_by_nobody_is_a_failure(config):
         sample.status = ABORTED
         return sample
 
-    runner, group = await run(config, FakePool(), Hooks(generate=user_generate(generate)))
+    runner, group = await run(config, FakePool(), Hooks(generate=users(generate)))
     assert statuses(group) == [FAILED] * 4
     assert "returned it as aborted, and nothing had cut it off" in runner.tally.first_failure
 
@@ -256,12 +261,26 @@ async def test_a_generate_function_is_not_called_while_the_pool_is_held(config):
         return sample
 
     await pool.hold()
-    task = asyncio.create_task(run(config, pool, Hooks(generate=user_generate(generate))))
+    task = asyncio.create_task(run(config, pool, Hooks(generate=users(generate))))
     await settle()
     assert not pool.requests
     pool.release()
     runner, group = await task
     assert statuses(group) == [COMPLETED] * 4 and runner.tally.retried == 0
+
+
+@pytest.mark.parametrize("users_own", [False, True])
+async def test_what_was_held_back_begins_nothing_once_the_rollout_ends(config, users_own):
+    pool, stopping, hooks = FakePool(), False, Hooks()
+    if users_own:
+        hooks = Hooks(generate=users(answering(lambda sample: pool.complete([sample], [{}]))))
+    await pool.hold()
+    task = asyncio.create_task(run(config, pool, hooks, should_stop=lambda: stopping))
+    await settle()
+    stopping = True
+    pool.release()
+    _, group = await task
+    assert not pool.requests and statuses(group) == [Sample.Status.PENDING] * 4
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -273,7 +292,7 @@ async def test_a_generate_function_that_was_cut_off_goes_on(config, partial):
         await pool.complete([sample], [sampling_params])
         return sample
 
-    task = asyncio.create_task(run(config, pool, Hooks(generate=user_generate(generate))))
+    task = asyncio.create_task(run(config, pool, Hooks(generate=users(generate))))
     await settle()
     await pool.hold()
     pool.version, pool.plan = "2", lambda sample: "a"
@@ -293,7 +312,7 @@ async def test_a_group_can_be_saved_while_a_generate_function_is_at_work(config)
         return "a"
 
     group = FakePrompts(4).get_samples(1)[0]
-    task = asyncio.create_task(run(config, FakePool(), Hooks(generate=user_generate(answering(answer))), group=group))
+    task = asyncio.create_task(run(config, FakePool(), Hooks(generate=users(answering(answer))), group=group))
     await settle()
     assert [(sample.tokens, sample.status.value) for sample in group] == [([1, 2], "pending")] * 4
     busy.set()
@@ -303,9 +322,7 @@ async def test_a_group_can_be_saved_while_a_generate_function_is_at_work(config)
 async def test_a_cancelled_group_leaves_no_task(config):
     before = asyncio.all_tasks()
     pool = FakePool(lambda sample: None)
-    task = asyncio.create_task(
-        run(config, pool, Hooks(generate=user_generate(answering(lambda sample: asyncio.sleep(1000)))))
-    )
+    task = asyncio.create_task(run(config, pool, Hooks(generate=users(answering(lambda sample: asyncio.sleep(1000))))))
     await settle()
     assert len(asyncio.all_tasks()) > len(before) + 4
     task.cancel()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from miles.rollout.generate import EachAlone
 from miles.rollout.hooks import Hooks, load_generate, load_hooks
 
 LOADED = """
@@ -51,7 +52,7 @@ def config(engine_config):
 
 def function_of(step):
     """The user's, in a step of a rollout."""
-    _, function = step.args
+    _, function = (step.function if isinstance(step, EachAlone) else step).args
     return function
 
 
@@ -60,13 +61,13 @@ def function_of(step):
 
 @pytest.mark.parametrize(("field", "hook", "right", "wrong", "message"), FLAGS)
 def test_each_is_loaded_and_checked(config, mine, field, hook, right, wrong, message):
-    assert load_hooks(config) == Hooks()
-    hooks = load_hooks(config.model_copy(update={field: f"{mine}.{right}"}))
+    assert load_hooks(config, None) == Hooks()
+    hooks = load_hooks(config.model_copy(update={field: f"{mine}.{right}"}), None)
     assert function_of(getattr(hooks, hook)).__module__ == mine
     own = Hooks()
     assert [name for name in Hooks.__dataclass_fields__ if getattr(hooks, name) != getattr(own, name)] == [hook]
     with pytest.raises(ValueError) as caught:
-        load_hooks(config.model_copy(update={field: f"{mine}.{wrong}"}))
+        load_hooks(config.model_copy(update={field: f"{mine}.{wrong}"}), None)
     assert f"--{field.replace('_', '-')} {mine}.{wrong}" in str(caught.value)
     assert message in str(caught.value)
 
@@ -80,17 +81,19 @@ def test_the_trainers_function_is_checked_before_anything_starts(config, mine):
     with pytest.raises(
         ValueError, match="--rollout-data-postprocess-path .* must take \\(config, rollout_id, batch, c"
     ):
-        load_hooks(changed)
+        load_hooks(changed, None)
 
 
 def test_a_generate_function_of_another_flag_is_named_by_it(config, mine):
-    assert function_of(load_generate(config, f"{mine}.generate", "the set aime")).__module__ == mine
+    assert function_of(load_generate(config, None, f"{mine}.generate", "the set aime")).__module__ == mine
     with pytest.raises(ValueError, match="the set aime functions_of_mine.two must be an async function"):
-        load_generate(config, f"{mine}.two", "the set aime")
+        load_generate(config, None, f"{mine}.two", "the set aime")
 
 
 def test_miles_own_generate_functions_look_at_the_configuration(config, monkeypatch):
     asked = []
-    monkeypatch.setattr("miles.rollout.hooks.CHECKS", {"miles.rollout.generate.generate": asked.append})
-    load_generate(config, "miles.rollout.generate.generate")
-    assert asked == [config]
+    monkeypatch.setattr(
+        "miles.rollout.hooks.CHECKS", {"miles.rollout.generate.generate": lambda *given: asked.append(given)}
+    )
+    load_generate(config, "tokenizer", "miles.rollout.generate.generate")
+    assert asked == [(config, "tokenizer")]

@@ -14,7 +14,6 @@ from miles.residency.plan import Move, Party, Place, Region
 from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.collector import Collected
 from miles.rollout.engine_pool import EnginePool
-from miles.rollout.hooks import Hooks
 from miles.rollout.sample_io import save_samples
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
@@ -113,6 +112,7 @@ class Background:
 
     def __init__(self, groups):
         self.groups, self.calls = groups, []
+        self.shared = {}
 
     def start(self):
         self.calls.append("start")
@@ -210,7 +210,7 @@ async def test_what_a_function_of_the_users_left_running_never_meets_the_release
     monkeypatch.setattr("miles.ray.rollout.rollout_manager.EngineMemory.move", Released.move)
     manager = RolloutManager(parse_args(engine_flags), [])
     client = OneRequest()
-    manager._hooks = Hooks(rollout=lambda *_: None)
+    manager._config = manager._config.model_copy(update={"rollout_function_path": "my.rollout"})
 
     async def all_live():
         return {}

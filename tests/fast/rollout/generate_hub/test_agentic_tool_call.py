@@ -6,7 +6,7 @@ import pytest
 
 from miles.rollout.engine_pool import EnginesLost
 from miles.rollout.generate_hub import CHECKS, agentic_tool_call
-from miles.rollout.sessions.server import close_servers
+from miles.rollout.sessions.server import close_server
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
 from tests.fast.rollout.scripted import PAUSE, TOOLS, call, parameters, scripted_pool
@@ -31,9 +31,8 @@ def config(chat_flags):
 
 
 @pytest.fixture(autouse=True)
-async def end_servers():
+async def nothing_runs_on():
     yield
-    await close_servers()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
@@ -42,8 +41,9 @@ def make_sample(**metadata):
 
 
 @pytest.fixture
-def run(config, tokenizer, monkeypatch):
+async def run(config, tokenizer, monkeypatch, nothing_runs_on):
     """Runs an agent (client, prompt, kwargs, metadata) with a scripted model; returns the samples."""
+    pools = []
 
     async def run(agent, write, sample=None, should_stop=None, pool=None, **changes):
         async def with_client(base_url, prompt, kwargs, metadata):
@@ -55,6 +55,7 @@ def run(config, tokenizer, monkeypatch):
         if pool is None:
             pool, _ = scripted_pool(used, tokenizer, write)
         sample = make_sample() if sample is None else sample
+        pools.append(pool)
         with pool.active(should_stop):
             samples = await agentic_tool_call.generate(used, sample, parameters(used, sample))
         for piece in samples:
@@ -62,7 +63,9 @@ def run(config, tokenizer, monkeypatch):
             assert (piece.group_index, piece.prompt, piece.label) == (3, "what?", "3")
         return samples
 
-    return run
+    yield run
+    for pool in pools:
+        await close_server(pool)
 
 
 async def ask(client, kwargs, messages, **more):
@@ -392,10 +395,10 @@ async def test_messages_of_the_row(run):
     assert len(sample.metadata["messages"]) == 2
 
 
-def test_check(config):
+def test_check(config, tokenizer):
     check = CHECKS[config.custom_generate_function_path]
-    check(config)
+    check(config, tokenizer)
     with pytest.raises(ValueError, match="--custom-agent-function-path is not given"):
-        check(config.model_copy(update={"custom_agent_function_path": None}))
+        check(config.model_copy(update={"custom_agent_function_path": None}), tokenizer)
     with pytest.raises(ValueError, match="no_such: can't be imported"):
-        check(config.model_copy(update={"custom_agent_function_path": f"{__name__}.no_such"}))
+        check(config.model_copy(update={"custom_agent_function_path": f"{__name__}.no_such"}), tokenizer)

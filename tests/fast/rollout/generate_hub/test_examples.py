@@ -6,7 +6,7 @@ from openai import AsyncOpenAI  # noqa: F401  imported here, outside of the time
 from examples.agents import reward, tools
 from miles.config.multi_turn_rules import AGENT
 from miles.rollout.generate_hub import CHECKS, agentic_tool_call, multi_turn
-from miles.rollout.sessions.server import close_servers
+from miles.rollout.sessions.server import close_server
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
 from tests.fast.rollout.scripted import call, parameters, scripted_pool
@@ -34,13 +34,13 @@ def config(chat_flags):
 @pytest.mark.parametrize("hub", [agentic_tool_call, multi_turn])
 async def test_calculator(config, tokenizer, hub):
     for check in CHECKS.values():
-        check(config)
+        check(config, tokenizer)
     question = "tools: calculate\n<|user|>2 * 21?<|end|>\n<|assistant|>"
     sample = Sample(index=0, prompt="2 * 21?", label="42", tokens=tokenizer.encode(question, add_special_tokens=False))
     pool, _ = scripted_pool(config, tokenizer, TURNS)
     with pool.active():
         result = await hub.generate(config, sample, parameters(config, sample))
-    await close_servers()
+    await close_server(pool)
     [sample] = result if isinstance(result, list) else [result]
     assert sample.status is Sample.Status.COMPLETED and sample.metadata["calculations"] == 2
     assert tokenizer.decode(sample.tokens).startswith(question + TURNS[0] + "\n<|user|><tool_response>")

@@ -259,18 +259,18 @@ async def test_tools_of_the_row(tools_config, tokenizer):
         await converse(config, tokenizer, [ADD])
 
 
-def test_check(tools_config, tmp_path):
+def test_check(tools_config, tokenizer, tmp_path):
     check = CHECKS[tools_config.custom_generate_function_path]
-    check(tools_config)
+    check(tools_config, tokenizer)
     with pytest.raises(ValueError, match="qwen2: SGLang has no such parser; did you mean qwen"):
-        check(tools_config.model_copy(update={"generate_tool_call_parser": "qwen2"}))
+        check(tools_config.model_copy(update={"generate_tool_call_parser": "qwen2"}), tokenizer)
     with pytest.raises(ValueError, match="--generate-tool-call-parser is not given"):
-        check(tools_config.model_copy(update={"generate_tool_call_parser": None}))
+        check(tools_config.model_copy(update={"generate_tool_call_parser": None}), tokenizer)
     with pytest.raises(UserError, match="SGLang can't take the tool {'type': 'function'}: "):
         tool_calls.CallParser("qwen25", None).check([{"type": "function"}])
     with pytest.raises(ValueError, match="--generate-tool-specs-path .*execute must be a list of at least one"):
         path = tools_config.generate_execute_tool_function_path
-        check(tools_config.model_copy(update={"generate_tool_specs_path": path}))
+        check(tools_config.model_copy(update={"generate_tool_specs_path": path}), tokenizer)
     # The template of the tiny checkpoint knows no tools.
     with pytest.raises(ValueError, match="the chat template of .*tiny-qwen3 refuses the messages"):
-        check(tools_config.model_copy(update={"chat_template_path": None}))
+        check(tools_config.model_copy(update={"chat_template_path": None}), tokenizer)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from miles.engines.client import SGLangClient
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate_hub import agentic_tool_call, multi_turn
-from miles.rollout.sessions.server import close_servers
+from miles.rollout.sessions.server import close_server
 from miles.rollout.sessions.tool_calls import ParsedTurn, ToolCall
 from miles.utils.types import Sample
 from tests.fast.rollout.scripted import parameters
@@ -121,7 +121,7 @@ async def test_an_agent(pool, tools_config, tokenizer, model, monkeypatch):
         pieces = await asyncio.gather(
             *(agentic_tool_call.generate(tools_config, one, parameters(tools_config, one)) for one in samples)
         )
-    await close_servers()
+    await close_server(pool)
     for [sample] in pieces:
         assert len(sample.weight_versions) == 4
         assert sample.tokens[: sample.prompt_length] == samples[0].tokens[: sample.prompt_length]

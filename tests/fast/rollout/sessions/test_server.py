@@ -7,7 +7,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from miles.rollout.sessions.server import check_address, close_servers, server_of
+from miles.rollout.sessions.server import check_address, close_server, server_of
 from miles.utils.types import Sample
 from tests.fast.rollout.scripted import CHAT_TEMPLATE, TOOLS, scripted_pool
 
@@ -31,11 +31,13 @@ def config(engine_config, tmp_path_factory):
 @pytest.fixture
 async def opened(config, tokenizer):
     """Opens a session whose model writes these texts: (HTTP client for its URL, session, engine)."""
+    pools = []
 
     @asynccontextmanager
     async def opened(*texts, **changes):
         used = config.model_copy(update=changes)
         pool, engine = scripted_pool(used, tokenizer, texts)
+        pools.append(pool)
         server = await server_of(used, pool)
         parameters = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 50, "stop": ["END"], "sampling_seed": 7}
         async with (
@@ -46,7 +48,8 @@ async def opened(config, tokenizer):
             yield client, session, engine
 
     yield opened
-    await close_servers()
+    for pool in pools:
+        await close_server(pool)
 
 
 async def post(client, path="chat/completions", **body):
@@ -257,4 +260,4 @@ async def test_a_port_that_is_taken(config, tokenizer):
             check_address(used)
         with pytest.raises(ValueError, match=says):
             await server_of(used, pool)
-        await close_servers()
+        await close_server(pool)
