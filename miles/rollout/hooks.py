@@ -83,19 +83,19 @@ def load_hooks(config: RunConfig, tokenizer: Any) -> Hooks:
     ):
         if path is not None:
             load_in_trainer(path)
-    users, own = user_functions, Hooks()
+    users, default = user_functions, Hooks()
     return Hooks(
-        rollout=users.rollout.load(config.rollout_function_path, own.rollout),
-        evaluate=users.evaluation.load(config.eval_function_path, own.evaluate),
+        rollout=users.rollout.load(config.rollout_function_path, default.rollout),
+        evaluate=users.evaluation.load(config.eval_function_path, default.evaluate),
         generate=load_generate(config, tokenizer, config.custom_generate_function_path),
-        keep_group=users.dynamic_filter.load(config.dynamic_sampling_filter_path, own.keep_group),
-        take_from_buffer=users.buffer_filter.load(config.buffer_filter_path, own.take_from_buffer),
-        filter_samples=users.sample_filter.load(config.rollout_sample_filter_path, own.filter_samples),
-        show_all_samples=users.all_samples.load(config.rollout_all_samples_process_path, own.show_all_samples),
-        shape_rewards=users.reward_post_process.load(config.custom_reward_post_process_path, own.shape_rewards),
-        make_batch=users.convert.load(config.custom_convert_samples_to_train_data_path, own.make_batch),
-        log_rollout=users.log_rollout.load(config.custom_rollout_log_function_path, own.log_rollout),
-        log_eval=users.log_eval.load(config.custom_eval_rollout_log_function_path, own.log_eval),
+        keep_group=users.dynamic_filter.load(config.dynamic_sampling_filter_path, default.keep_group),
+        take_from_buffer=users.buffer_filter.load(config.buffer_filter_path, default.take_from_buffer),
+        filter_samples=users.sample_filter.load(config.rollout_sample_filter_path, default.filter_samples),
+        show_all_samples=users.all_samples.load(config.rollout_all_samples_process_path, default.show_all_samples),
+        shape_rewards=users.reward_post_process.load(config.custom_reward_post_process_path, default.shape_rewards),
+        make_batch=users.convert.load(config.custom_convert_samples_to_train_data_path, default.make_batch),
+        log_rollout=users.log_rollout.load(config.custom_rollout_log_function_path, default.log_rollout),
+        log_eval=users.log_eval.load(config.custom_eval_rollout_log_function_path, default.log_eval),
     )
 
 

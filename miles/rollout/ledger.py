@@ -36,7 +36,7 @@ class Ledger:
 
     def _start_rollout(self) -> None:
         self._open_before = len(self._open)
-        self._taken = {"new": 0, "from_buffer": 0}
+        self._began = {"new": 0, "from_buffer": 0}
         self._outcomes = Counter()
 
     def take(self, group: list[Sample], *, new: bool) -> None:
@@ -50,7 +50,7 @@ class Ledger:
                 f"the data source handed out group_index {index} twice; each group must have one of its own"
             )
         self._open.add(index)
-        self._taken["new" if new else "from_buffer"] += 1
+        self._began["new" if new else "from_buffer"] += 1
         self._received += new
 
     def settle(self, group: list[Sample], outcome: Outcome) -> None:
@@ -79,13 +79,13 @@ class Ledger:
                 f"{len(self._open)} groups were taken and not finished, and {len(running)} are being worked on; they "
                 f"differ in {sorted(self._open ^ there)[:10]}: a group is lost or doubled"
             )
-        taken, settled = self._open_before + sum(self._taken.values()), self._outcomes.total() + len(self._open)
-        if taken != settled or self._received != self._gone + stored + len(self._open):
+        begun, settled = self._open_before + sum(self._began.values()), self._outcomes.total() + len(self._open)
+        if begun != settled or self._received != self._gone + stored + len(self._open):
             raise RuntimeError(
-                f"a group is lost or doubled: this rollout had {taken} and knows what became of {settled}; "
+                f"a group is lost or doubled: this rollout had {begun} and knows what became of {settled}; "
                 f"{self._received} ever came, {self._gone} are gone, {stored} in the buffer, {len(self._open)} in work"
             )
-        metrics = {f"rollout/groups/{name}": float(count) for name, count in self._taken.items()}
+        metrics = {f"rollout/groups/{name}": float(count) for name, count in self._began.items()}
         metrics |= {f"rollout/groups/{outcome}": float(self._outcomes[outcome]) for outcome in Outcome}
         metrics["rollout/groups/in_flight"] = float(len(self._open))
         self._start_rollout()

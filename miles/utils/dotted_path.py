@@ -59,28 +59,28 @@ def load_class(flag: str, path: str, base: type, *parameters: str) -> type:
     Raises:
         ValueError: it can't be imported, is no such class, or its constructor doesn't take these parameters.
     """
-    found = load_object(flag, path)
-    if not inspect.isclass(found) or not issubclass(found, base):
-        kind = "is another class" if inspect.isclass(found) else f"is of type {type(found).__name__}"
+    chosen = load_object(flag, path)
+    if not inspect.isclass(chosen) or not issubclass(chosen, base):
+        kind = "is another class" if inspect.isclass(chosen) else f"is of type {type(chosen).__name__}"
         raise UserError(f"{flag} {path} {kind}; it must be a class derived from {base.__module__}.{base.__qualname__}")
-    if inspect.isabstract(found):
-        raise UserError(f"{flag} {path} lacks what it must have: {', '.join(sorted(found.__abstractmethods__))}")  # type: ignore[attr-defined]
-    _check_takes(flag, path, found, parameters)
-    return found
+    if inspect.isabstract(chosen):
+        raise UserError(f"{flag} {path} lacks what it must have: {', '.join(sorted(chosen.__abstractmethods__))}")  # type: ignore[attr-defined]
+    _check_takes(flag, path, chosen, parameters)
+    return chosen
 
 
 def load_object(flag: str, path: str) -> Any:
     """Import whatever stands at a dotted path; ValueError if it can't be imported."""
     module_name, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        value = getattr(importlib.import_module(module_name), name)
     # A module of the user's may raise anything, and end the process, as it is imported.
     except (Exception, SystemExit) as error:
         raise UserError(f"{flag} {path}: can't be imported ({_reason(error)}); give package.module.name") from error
     # A package may only hand on what another module holds.
-    for module in {module_name, getattr(found, "__module__", module_name)}:
+    for module in {module_name, getattr(value, "__module__", module_name)}:
         _LOADED.setdefault(module, set()).add(f"{flag} {path}")
-    return found
+    return value
 
 
 def loaded_in(frame: FrameType | None) -> str | None:
@@ -91,8 +91,8 @@ def loaded_in(frame: FrameType | None) -> str | None:
     named: set[str] = set()
     while frame is not None:
         loaded = _LOADED.get(frame.f_globals.get("__name__", ""), set())
-        own = frame.f_code.co_qualname.partition(".")[0]
-        if exact := {name for name in loaded if name.rpartition(".")[2] == own}:
+        name_there = frame.f_code.co_qualname.partition(".")[0]
+        if exact := {name for name in loaded if name.rpartition(".")[2] == name_there}:
             named = exact
             break
         named = named or loaded

@@ -5,7 +5,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,9 @@ class RolloutManager:
         # Where there are engines, from the start on.
         self._pool: EnginePool | None = None
         self._collector: Collector | None = None
-        # When the last batch of --fully-async was taken, or its generation began.
-        self._taken: float | None = None
+        # --fully-async: whether generation has begun, and when that was, or the last batch was handed out.
+        self._in_background = False
+        self._last_batch = 0.0
         self._watch: LoopWatch | None = None
         # Since memory left: no function of the user's can reach the engines.
         self._cut_off = False
@@ -149,8 +150,8 @@ class RolloutManager:
             self._let_in()
             version = await self._engines.version()
             groups, metrics = await self._groups(rollout_id, version)
-        if self._taken is not None:
-            start, self._taken = self._taken, time.monotonic()
+        if self._in_background:
+            start, self._last_batch = self._last_batch, time.monotonic()
         seconds = time.monotonic() - start
         metrics = {**metrics, "perf/rollout_time": seconds}
         if self._pool is not None:
@@ -167,22 +168,30 @@ class RolloutManager:
         config, hooks = self._config, self._hooks
         if config.load_debug_rollout_data is not None:
             return await self._loaded(rollout_id, config.load_debug_rollout_data), {}
-        metrics: dict[str, float] = {}
         if hooks.rollout is not None:
-            with nullcontext() if self._pool is None else self._pool.active():
-                output = await hooks.rollout(config, rollout_id, self._data)
-            groups, metrics = output.samples, dict(output.metrics)
-            hooks.show_all_samples(config, groups, self._data)
+            made = await self._by_the_users_function(rollout_id)
         elif self._collector is None:
-            groups = take_groups(config, self._data, config.rollout_batch_size)
-            sft_samples(groups, self._tokenizer)
+            made = self._supervised()
         else:
-            collected = await self._collected(rollout_id, version)
-            hooks.show_all_samples(config, collected.all_groups, self._data)
-            groups, metrics = collected.groups, dict(collected.metrics)
-        hooks.filter_samples(config, groups)
-        await self._dump(rollout_id, groups, None)
-        return groups, metrics
+            made = await self._collected(self._collector, rollout_id, version)
+        hooks.show_all_samples(config, made.all_groups, self._data)
+        hooks.filter_samples(config, made.groups)
+        await self._dump(rollout_id, made.groups, None)
+        return made.groups, made.metrics
+
+    async def _by_the_users_function(self, rollout_id: int) -> Collected:
+        with self._reachable_engines():
+            output = await self._hooks.rollout(self._config, rollout_id, self._data)
+        return Collected(output.samples, output.samples, dict(output.metrics))
+
+    def _supervised(self) -> Collected:
+        groups = take_groups(self._config, self._data, self._config.rollout_batch_size)
+        sft_samples(groups, self._tokenizer)
+        return Collected(groups, groups, {})
+
+    def _reachable_engines(self) -> AbstractContextManager[Any]:
+        """While it is open, functions of the user's find the engines, if there are any."""
+        return nullcontext() if self._pool is None else self._pool.active()
 
     async def _loaded(self, rollout_id: int, path: str) -> Groups:
         config = self._config
@@ -196,14 +205,14 @@ class RolloutManager:
             )
         return groups
 
-    async def _collected(self, rollout_id: int, version: int | None) -> Collected:
+    async def _collected(self, collector: Collector, rollout_id: int, version: int | None) -> Collected:
         if not self._config.fully_async:
-            return await self._collector.collect(rollout_id, version)
-        if self._taken is None:
+            return await collector.collect(rollout_id, version)
+        if not self._in_background:
             # Not before the first weight sync: the weights of a checkpoint may be others.
-            self._taken = time.monotonic()
-            self._collector.start()
-        return await self._collector.take(rollout_id, version)
+            self._in_background, self._last_batch = True, time.monotonic()
+            collector.start()
+        return await collector.take(rollout_id, version)
 
     async def hold(self) -> None:
         """Cut off all generation, and begin none, until `release`: new weights are about to come.
@@ -229,18 +238,18 @@ class RolloutManager:
         config, hooks = self._config, self._hooks
         async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
             self._let_in()
-            if self._taken is not None:
+            if self._in_background:
                 self._collector.pause()
             try:
                 if hooks.evaluate is None:
                     output = await self._evaluator.run(rollout_id, self._evaluation_runner)
                     metrics = dict(output.metrics)
                 else:
-                    with nullcontext() if self._pool is None else self._pool.active():
+                    with self._reachable_engines():
                         output = await hooks.evaluate(config, rollout_id, self._data)
                     metrics = evaluation_metrics(config, output.data) | dict(output.metrics)
             finally:
-                if self._taken is not None:
+                if self._in_background:
                     self._collector.resume()
         for name, samples in output.data.items():
             await self._dump(rollout_id, [samples], f"{name}-before_train" if before_training else name)
@@ -366,8 +375,8 @@ class RolloutManager:
 
     async def dispose(self) -> None:
         """Stop generating, close connections and end the servers that Miles started. A second call does nothing."""
-        if self._taken is not None:
-            self._taken = None
+        if self._in_background:
+            self._in_background = False
             await self._collector.stop()
         if self._pool is not None:
             await close_server(self._pool)

@@ -228,9 +228,9 @@ class RolloutDataSource(DataSource):
         while len(prompts) < num_groups:
             if self._offset == len(self._order):
                 self._start_epoch(self._epoch + 1)
-            taken = self._order[self._offset : self._offset + num_groups - len(prompts)]
-            prompts += taken
-            self._offset += len(taken)
+            ahead = self._order[self._offset : self._offset + num_groups - len(prompts)]
+            prompts += ahead
+            self._offset += len(ahead)
         return [self._group(sample) for sample in self._take(prompts)]
 
     def _take(self, prompts: Sequence[int]) -> list[Sample]:

@@ -12,6 +12,7 @@ from miles.rollout.chat_template import ChatTemplate, Message, normal_message
 from miles.rollout.prompts.prompt_file import BadRow, Number, parse_json, plain
 from miles.rollout.sessions.tool_calls import specs_of_path
 from miles.utils.errors import UserError
+from miles.utils.json_values import shown
 from miles.utils.types import Sample
 
 
@@ -143,7 +144,7 @@ class PromptFormat:
             _check_unicode(prompt, key)
             return [{"role": "user", "content": prompt}] if self.apply_chat_template else prompt
         if not isinstance(prompt, list):
-            raise BadRow(f"{key!r} is {_shown(prompt)}; a string or a list of chat messages is allowed")
+            raise BadRow(f"{key!r} is {shown(plain(prompt))}; a string or a list of chat messages is allowed")
         if not self.apply_chat_template:
             raise BadRow(f"{key!r} is a list of chat messages, which needs --apply-chat-template")
         if not prompt:
@@ -159,7 +160,9 @@ class PromptFormat:
             tools = parse_json(tools)
         tools = plain(tools)
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise BadRow(f"{key!r} (--tool-key) is {_shown(tools)}; a list of objects, or one as JSON, is allowed")
+            raise BadRow(
+                f"{key!r} (--tool-key) is {shown(plain(tools))}; a list of objects, or one as JSON, is allowed"
+            )
         if not tools:
             return None
         if template is None:
@@ -199,7 +202,7 @@ def _label(row: dict[str, Any], key: str) -> str:
     if label is None:
         raise BadRow(f"no label {key!r} (--label-key); the row has {', '.join(map(repr, row))}")
     if isinstance(label, bool) or not isinstance(label, str | int | float | Decimal):
-        raise BadRow(f"the label {key!r} is {_shown(label)}; a string or a number is allowed")
+        raise BadRow(f"the label {key!r} is {shown(plain(label))}; a string or a number is allowed")
     if isinstance(label, float) and not math.isfinite(label):
         raise BadRow(f"the label {key!r} is {label}")
     label = str(label)
@@ -212,7 +215,7 @@ def _metadata(row: dict[str, Any], key: str) -> dict[str, Any]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict):
-        raise BadRow(f"{key!r} (--metadata-key) is {_shown(metadata)}; an object is allowed")
+        raise BadRow(f"{key!r} (--metadata-key) is {shown(plain(metadata))}; an object is allowed")
     metadata = plain(metadata)
     _check_json(metadata, key)
     return metadata
@@ -223,13 +226,13 @@ def _check_json(value: Any, key: str) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise BadRow(f"{key!r} (--metadata-key) has the key {_shown(name)}; keys are strings")
+                raise BadRow(f"{key!r} (--metadata-key) has the key {shown(plain(name))}; keys are strings")
             _check_json(item, key)
     elif isinstance(value, list):
         for item in value:
             _check_json(item, key)
     elif not isinstance(value, str | int | float | None):
-        raise BadRow(f"{key!r} (--metadata-key) holds {_shown(value)}; write it as a string or a number")
+        raise BadRow(f"{key!r} (--metadata-key) holds {shown(plain(value))}; write it as a string or a number")
 
 
 def _check_unicode(text: str, key: str) -> None:
@@ -237,8 +240,3 @@ def _check_unicode(text: str, key: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(f"{key!r} holds half a surrogate pair at character {error.start}: not Unicode text") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(plain(value))
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(plain(value)).__name__})"

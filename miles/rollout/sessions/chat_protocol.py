@@ -68,29 +68,29 @@ def read_request(body: Any) -> ChatRequest:
     """
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    if unknown := sorted(given.keys() - USED - OF_THE_RUN - NO_EFFECT - ONLY.keys()):
+    fields = {name: value for name, value in body.items() if value is not None}
+    if unknown := sorted(fields.keys() - USED - OF_THE_RUN - NO_EFFECT - ONLY.keys()):
         raise BadRequest(f"{', '.join(unknown)} can't be asked for here")
     for name, allowed in ONLY.items():
-        if name in given and given[name] not in allowed:
-            raise BadRequest(f"{name} is {given[name]!r:.80}; here it may be {' or '.join(map(repr, allowed))}")
-    tools = given.get("tools") or None
+        if name in fields and fields[name] not in allowed:
+            raise BadRequest(f"{name} is {fields[name]!r:.80}; here it may be {' or '.join(map(repr, allowed))}")
+    tools = fields.get("tools") or None
     if tools is not None:
         try:
             tools = checked_tools("tools", tools)
         except UserError as error:
             raise BadRequest(str(error)) from error
-    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
         raise BadRequest(f"max_tokens must be a positive integer, not {limits}")
-    stop = given.get("stop", [])
+    stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(f"stop must be a text or a list of texts, not {stop!r:.80}")
     return ChatRequest(
-        _messages(given.get("messages")),
+        _messages(fields.get("messages")),
         tools,
-        tools is not None and given.get("tool_choice") != "none",
+        tools is not None and fields.get("tool_choice") != "none",
         min(limits, default=None),
         stop,
     )

@@ -159,15 +159,15 @@ class Session:
 
     def _extended_by(self, request: ChatRequest) -> Piece | None:
         """The longest conversation that the request goes on with, by messages of others than the model."""
-        found = None
+        longest = None
         for piece in self.pieces:
             length = len(piece.messages)
             old, new = request.messages[:length], request.messages[length:]
             extends = new and old == piece.messages and all(message["role"] != "assistant" for message in new)
             if extends and not piece.busy and request.tools == piece.tools:
-                if found is None or length > len(found.messages):
-                    found = piece
-        return found
+                if longest is None or length > len(longest.messages):
+                    longest = piece
+        return longest
 
     async def _answer(self, request: ChatRequest, piece: Piece | None, draft: Sample) -> dict[str, Any]:
         prompt_tokens = len(draft.tokens)

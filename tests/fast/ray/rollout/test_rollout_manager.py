@@ -31,13 +31,24 @@ def test_bad_prompts_are_refused_on_construction(engine_flags, tmp_path):
         RolloutManager(good, [])
 
 
+def seen(config, groups, data_source):
+    """An all-samples function."""
+    SEEN.append([sample.reward for group in groups for sample in group])
+
+
+SEEN = []
+
+
 def test_supervised_rollouts_need_no_engine(engine_flags, local_ray, tmp_path):
     flags = [*engine_flags, "--loss-type", "sft_loss", "--global-batch-size", "8"]
+    flags += ["--rollout-all-samples-process-path", f"{__name__}.seen"]
     manager = RolloutManager(parse_args(flags), [])
+    SEEN.clear()
 
     async def go():
         await manager.start()
         first = await manager.generate(0)
+        assert SEEN == [[0.0] * 16]
         await manager.save(tmp_path, 0, 3)
         second = await manager.generate(1)
         resumed = RolloutManager(parse_args(flags), [])
