@@ -31,7 +31,9 @@ def tokenizer(tiny_checkpoint):
 @pytest.mark.parametrize("name", [name for name, reward in BUILT_IN.items() if reward.read_label])
 async def test_an_empty_response_is_wrong_and_no_error(engine_config, name):
     """B069."""
-    config = engine_config.model_copy(update={"rm_type": name, "reward_key": "acc" if name == "dapo" else None})
+    numbers = BUILT_IN[name].numbers
+    key = "acc" if "acc" in numbers else next(iter(numbers), None)
+    config = engine_config.model_copy(update={"rm_type": name, "reward_key": key})
     label = '{"inputs": ["1"], "outputs": ["1"]}' if name == "code" else "B"
     samples = [
         Sample(index=i, response=text, label=label, status=Sample.Status.COMPLETED) for i, text in ((0, ""), (1, " \n"))

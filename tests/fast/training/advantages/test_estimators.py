@@ -90,3 +90,17 @@ def test_masked_tokens_are_never_read(estimator):
     if estimator.startswith("reinforce"):
         options = {"kl": nan, "kl_coef": 1.0}
     assert compute(estimator, **options).advantages.tolist() == [0.5, 0.5, -1, 0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+def test_whatever_the_estimator_a_masked_token_is_zero_and_not_read(estimator):
+    nan = torch.tensor([0.5, 1.0, -0.5, math.nan])
+    options = {"values": nan} if estimator.critic else {}
+    if estimator.kl_in_reward:
+        options |= {"kl": nan, "kl_coef": 1.0}
+    columns = compute_advantages(estimator, AdvantageInputs(RESPONSES, REWARDS, **options))
+    assert (columns.returns is not None) == estimator.critic
+    for column in columns if estimator.critic else columns[:1]:
+        assert column.dtype == torch.float32 and column.isfinite().all() and column[3] == 0
+    shaped = shape_rewards(estimator, [1.0, None, 0.25], [0, 0, 1], range(3))
+    assert shaped.dtype.name == "float32" and shaped.shape == (3,) and shaped[1] == 0
