@@ -8,6 +8,8 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from miles.utils.array_list import ArrayList
+
 BODY_CHARS_IN_ERROR = 500
 BACKOFF_SECONDS = 0.5
 # For what the server's scheduler carries out, between two steps of the model: pause, flush, release, resume, a bucket.
@@ -85,7 +87,9 @@ class SGLangClient:
 
     # Generation
 
-    async def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, object]]) -> list[dict]:
+    async def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: list[dict[str, object]]
+    ) -> list[dict]:
         """Continue each prompt of `input_ids`; one answer a prompt, in order: {text, output_ids, meta_info}.
 
         `meta_info.output_token_logprobs` holds [log-prob, id, None] for each new token, at the sampling temperature.
@@ -94,7 +98,7 @@ class SGLangClient:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         return await self._generate(body, retries=0)
 
-    async def score(self, input_ids: list[list[int]], start: list[int]) -> list[dict]:
+    async def score(self, input_ids: Sequence[Sequence[int]], start: list[int]) -> list[dict]:
         """Look at each sequence of `input_ids` from token `start` on, and generate nothing; answers as `generate`'s.
 
         `meta_info.input_token_logprobs` holds [log-prob, id, None] for each token from there on, with None for the
@@ -311,7 +315,9 @@ class SGLangClient:
     ) -> Any:
         """The decoded answer: JSON where the server says so, else text. Anything but 2xx raises `SGLangError`."""
         url = self.url + path
-        content, headers = (None, None) if body is None else (orjson.dumps(body), JSON_HEADERS)
+        content, headers = (
+            (None, None) if body is None else (orjson.dumps(body, default=ArrayList.tolist), JSON_HEADERS)
+        )
         for attempt in range(1, retries + 2):
             try:
                 async with self._open_session().request(

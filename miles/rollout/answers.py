@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from miles.utils.array_list import ArrayList, as_array
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 
@@ -18,7 +22,7 @@ class Answer:
     """New tokens of one sample. `aborted`: the engine was told to stop; `stopped`: it says that the response ended."""
 
     ids: list[int]
-    log_probs: list[float]
+    log_probs: ArrayList
     weight_version: str
     aborted: bool
     stopped: bool
@@ -35,10 +39,11 @@ def read_answer(reply: Any) -> Answer:
         reason = meta["finish_reason"]["type"]
         ids = reply["output_ids"]
         entries = meta["output_token_logprobs"]
-        log_probs, written = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        # No loop of Python's over tokens: there may be tens of thousands.
+        log_probs, written, *_ = map(list, zip(*entries, strict=True)) if entries else ([], [])
         counts = {len(ids), len(log_probs), meta["completion_tokens"]}
         version = str(meta["weight_version"])
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnusableAnswer(f"parts are missing: {type(error).__name__} {error} in {reply!r:.300}") from error
     if reason not in ("stop", "length", "abort"):
         raise UnusableAnswer(f"an unknown finish reason {reason!r}")
@@ -48,9 +53,11 @@ def read_answer(reply: Any) -> Answer:
         )
     if written != ids:
         raise UnusableAnswer(f"log-probabilities of other tokens than its own: {written!r:.200}, not {ids!r:.200}")
-    if None in log_probs:  # JSON's NaN
-        raise UnusableAnswer(f"log-probabilities that are not numbers: {log_probs!r:.200}")
-    return Answer(ids, log_probs, version, reason == "abort", reason == "stop")
+    try:
+        numbers = ArrayList(as_array(log_probs, "log_probs", np.float32))
+    except UserError as error:  # None among them, which is JSON's NaN
+        raise UnusableAnswer(f"log-probabilities that are not numbers: {log_probs!r:.200}") from error
+    return Answer(ids, numbers, version, reason == "abort", reason == "stop")
 
 
 def extend(
@@ -73,7 +80,7 @@ def extend(
             may look for a closing tag. It ends behind a stop text, in the middle of a token perhaps; of end tokens
             see `without_end`.
     """
-    ids, earlier = answer.ids, sample.tokens[sample.prompt_length :]
+    ids, earlier = answer.ids, sample.tokens[sample.prompt_length :].tolist()
     ended_by_id = bool(ids) and ids[-1] in stop_ids
     shown = without_end(ids, tokenizer, end_ids, stop_ids) if ended_by_id else ids
     text = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
@@ -95,8 +102,9 @@ def extend(
     if not ids:
         return
     sample.tokens = sample.tokens + ids
-    sample.loss_mask = ([1] * len(earlier) if sample.loss_mask is None else sample.loss_mask) + [1] * len(ids)
-    sample.rollout_log_probs = (sample.rollout_log_probs or []) + answer.log_probs
+    sample.loss_mask = np.append(sample.mask, np.ones(len(ids), np.int8))
+    earlier_log_probs = sample.rollout_log_probs
+    sample.rollout_log_probs = earlier_log_probs + answer.log_probs if earlier_log_probs else answer.log_probs
     sample.response_length += len(ids)
     # New lists, as above: a copy of the sample may hold the old ones.
     sample.weight_versions = [*sample.weight_versions, answer.weight_version]

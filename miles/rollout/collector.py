@@ -9,7 +9,7 @@ from typing import Any
 from miles.config import RunConfig
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.filter_hub.dynamic_sampling_filters import advice, keep_every_group
-from miles.rollout.generate import UNFINISHED, Sampling
+from miles.rollout.generate import Sampling
 from miles.rollout.group_runner import GroupRunner, Tally
 from miles.rollout.hooks import Hooks
 from miles.rollout.ledger import Ledger, Outcome
@@ -129,7 +129,7 @@ class Collector:
             await self._pool.hold()
             while self._running:
                 for group in await self._finished_groups():
-                    if any(sample.status in UNFINISHED for sample in group):
+                    if not all(sample.is_finished for sample in group):
                         self._store(group, Outcome.UNFINISHED)
                     elif self._passes(group):
                         self._store(group, Outcome.SURPLUS)
@@ -364,7 +364,7 @@ class Collector:
         for group in groups:
             self._ledger.settle(group, Outcome.TRAINED)
         self._kept = []
-        finished = [group for group in self._refused if not any(sample.status in UNFINISHED for sample in group)]
+        finished = [group for group in self._refused if all(sample.is_finished for sample in group)]
         collected = Collected(groups, sorted([*groups, *finished], key=_index), self._metrics())
         self._start_counting()
         return collected

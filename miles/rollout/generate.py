@@ -15,8 +15,6 @@ from miles.utils.tasks import all_of
 from miles.utils.types import Sample
 from miles.utils.user_code import FunctionFailed
 
-UNFINISHED = (Sample.Status.PENDING, Sample.Status.ABORTED)
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -67,7 +65,7 @@ class Sampling:
         Raises:
             ValueError: there is no room for any response.
         """
-        written = sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
+        written = sample.trained_length
         room = self.max_response_len - written
         if self.max_context_len is not None:
             room = min(room, self.max_context_len - len(sample.tokens))
@@ -133,7 +131,7 @@ class OneRequest:
         try:
             await engine_pool.current().complete(samples, sampling_params)
         except RequestFailed as error:
-            missing = [place for place, sample in enumerate(samples) if sample.status in UNFINISHED]
+            missing = [place for place, sample in enumerate(samples) if not sample.is_finished]
             if len(missing) > 1:  # who is to blame is found out one by one
                 again = await all_of([self(config, [samples[place]], [sampling_params[place]]) for place in missing])
                 results = {place: result for place, [result] in zip(missing, again, strict=True)}

@@ -5,10 +5,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from miles.config import RunConfig
 from miles.rewards import RewardCounts, check_errors, compute_rewards
 from miles.rollout.engine_pool import EnginePool
-from miles.rollout.generate import UNFINISHED, Sampling
+from miles.rollout.generate import Sampling
 from miles.rollout.hooks import Hooks
 from miles.rollout.progress import Progress
 from miles.rollout.sample_buffer import Group, as_asked, trajectories
@@ -220,7 +222,7 @@ class _Member:
 
     @property
     def is_finished(self) -> bool:
-        return not any(piece.status in UNFINISHED for piece in self.pieces)
+        return all(piece.is_finished for piece in self.pieces)
 
     @property
     def is_cut_off(self) -> bool:
@@ -268,4 +270,7 @@ def mask_older_versions(sample: Sample) -> None:
             f"--mask-offpolicy-in-partial-rollout: sample {sample.index} has weight_versions {', '.join(versions)} and "
             "no weight_version_lengths, which say what each wrote; --custom-generate-function-path must set them, too"
         )
-    sample.loss_mask = [int(version == versions[-1]) for version in sample.trained_token_versions()]
+    newest = np.zeros(sample.response_length, np.int8)
+    written = np.repeat([version == versions[-1] for version in versions], sample.weight_version_lengths)
+    newest[: len(written)] = written
+    sample.loss_mask = sample.mask * newest

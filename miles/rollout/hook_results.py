@@ -6,11 +6,10 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
+from miles.utils.columns import columns_of
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json, scalar, shown
 from miles.utils.types import Sample
-
-FINISHED = frozenset((Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
 
 
 def samples_in(flag: str, what: str, samples: Any) -> list[Sample]:
@@ -35,10 +34,10 @@ def groups_in(flag: str, groups: Any) -> list[list[Sample]]:
 def check_finished(flag: str, samples: Sequence[Sample]) -> None:
     """Generation has ended for each, in one way or another, and each is as `check_sample` wants it."""
     for sample in samples:
-        if sample.status not in FINISHED:
+        if not sample.is_finished:
             raise UserError(
                 f"{flag} returned sample {sample.index} of group {sample.group_index} with status {sample.status}; it "
-                f"must be one of {', '.join(sorted(FINISHED))}"
+                f"must be one of completed, failed, truncated"
             )
         check_sample(flag, sample)
 
@@ -46,11 +45,11 @@ def check_finished(flag: str, samples: Sequence[Sample]) -> None:
 def check_sample(flag: str, sample: Sample) -> None:
     """It agrees with itself, its reward is a finite number or None, and all of it can be saved.
 
-    Numpy's and torch's numbers and arrays in it become Python's.
+    Numpy's and torch's numbers and arrays in it become Python's. What is an array list holds nothing but numbers.
     """
-    name = _name(sample)
+    name, arrays = _name(sample), columns_of(type(sample))
     for field in dataclasses.fields(sample):
-        if field.name not in ("reward", "status"):
+        if field.name not in arrays and field.name not in ("reward", "status"):
             setattr(sample, field.name, as_json(getattr(sample, field.name), f"{flag}: {field.name} of {name}"))
     if sample.status not in list(Sample.Status):
         raise UserError(

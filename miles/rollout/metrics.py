@@ -37,10 +37,9 @@ def rollout_metrics(
     }
     if rewards is not None:
         metrics |= _rewards(samples, rewards, counted_rewards(samples) if raw is None else raw)
-    scored = [sample for sample in samples if sample.rollout_log_probs is not None]
-    if log_probs := [value for sample in scored for value in _trained(sample, sample.rollout_log_probs)]:
-        metrics["rollout/rollout_log_probs"] = float(np.mean(log_probs))
-    metrics |= _teacher(samples)
+    # How likely the trainable tokens are to who wrote them, and to the teacher of on-policy distillation.
+    metrics |= _mean_of_trained("rollout_log_probs", samples)
+    metrics |= _mean_of_trained("teacher_log_probs", [sample for sample in samples if not sample.remove_sample])
     metrics |= tool_metrics(samples)
     if any(sample.weight_versions for sample in samples):
         mixed = [len(set(sample.weight_versions)) > 1 for sample in samples]
@@ -88,11 +87,14 @@ def _one_a_trajectory(samples: Sequence[Sample]) -> list[Sample]:
     return list(chosen.values())
 
 
-def _trained(sample: Sample, values: Sequence[float]) -> Sequence[float]:
-    """Those of one value a response token that stand at trainable tokens."""
-    if sample.loss_mask is None:
-        return values
-    return [value for value, mask in zip(values, sample.loss_mask, strict=True) if mask]
+def _mean_of_trained(name: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of that attribute at the trainable tokens of the samples that have it; {} where there are none."""
+    scored = [(getattr(sample, name).array, sample) for sample in samples if getattr(sample, name) is not None]
+    if not (count := sum(sample.trained_length for _, sample in scored)):
+        return {}
+    # In float64, sample by sample: all of it at once would take as much memory again.
+    total = sum(float(values.sum(where=sample.mask > 0, dtype=np.float64)) for values, sample in scored)
+    return {f"rollout/{name}": total / count}
 
 
 def _rewards(samples: Sequence[Sample], rewards: Sequence[float], counted: Sequence[float | None]) -> dict[str, float]:
@@ -111,17 +113,6 @@ def _rewards(samples: Sequence[Sample], rewards: Sequence[float], counted: Seque
     }
 
 
-def _teacher(samples: Sequence[Sample]) -> dict[str, float]:
-    """How likely the trainable tokens are to the teacher of on-policy distillation. The trainer measures the KL."""
-    taught = [sample for sample in samples if sample.teacher_log_probs is not None and not sample.remove_sample]
-    masks = [[1] * sample.response_length if sample.loss_mask is None else sample.loss_mask for sample in taught]
-    trained = np.array([value for mask in masks for value in mask], dtype=bool)
-    if not trained.any():
-        return {}
-    log_probs = np.concatenate([sample.teacher_log_probs for sample in taught])
-    return {"rollout/teacher_log_probs": float(log_probs[trained].mean())}
-
-
 def _mean(rewards: Sequence[float | None]) -> float:
     """Mean of the rewards that aren't None; NaN if all are."""
     known = [reward for reward in rewards if reward is not None]
@@ -137,7 +128,7 @@ def _truncated_ratio(samples: Sequence[Sample]) -> float:
 
 
 def _response_lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
-    lengths = [s.response_length if s.loss_mask is None else sum(s.loss_mask) for s in samples]
+    lengths = [sample.trained_length for sample in samples]
     statistics = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
     return {f"{prefix}/{name}": float(statistic(lengths)) for name, statistic in statistics.items()}
 

@@ -114,7 +114,7 @@ def load_samples(path_template: str, rollout_id: int, hf_checkpoint: str | None 
 def _check_tokens(path: Path, header: Header, samples: Sequence[Sample], hf_checkpoint: str) -> None:
     # An embedding that is shared out among ranks gives zeros for a token that none of them has.
     size = model_shape(hf_checkpoint)["vocab_size"]
-    largest = max((token for sample in samples for token in sample.tokens), default=0)
+    largest = max((int(sample.tokens.array.max(initial=0)) for sample in samples), default=0)
     if largest >= size:
         raise UserError(
             f"{path} has the token {largest}, and --hf-checkpoint {hf_checkpoint} has {size} tokens: the samples are "

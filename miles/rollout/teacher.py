@@ -11,7 +11,6 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ class Teacher:
         for client in self._clients:
             await client.close()
 
-    async def _probe(self, client: SGLangClient, longest: int) -> list[float]:
+    async def _probe(self, client: SGLangClient, longest: int) -> np.ndarray:
         """The log-probabilities of ids from all over the vocabulary, after checking that the server knows them."""
         name = f"the teacher {client.url} (--opd-teacher-urls)"
         ids = np.linspace(0, len(self._tokenizer) - 1, PROBES).round().astype(int).tolist()
@@ -117,7 +116,7 @@ class Teacher:
         return values
 
 
-async def _ask(client: SGLangClient, tokens: list[list[int]], first: list[int]) -> list[list[float]]:
+async def _ask(client: SGLangClient, tokens: Sequence[Sequence[int]], first: list[int]) -> list[np.ndarray]:
     """The log-probability of each token from place `first` >= 1 on, given all before it, of each sequence."""
     try:
         replies = await client.score(tokens, [place - 1 for place in first])
@@ -126,14 +125,21 @@ async def _ask(client: SGLangClient, tokens: list[list[int]], first: list[int]) 
     return [_values(client.url, reply, ids[place:]) for reply, ids, place in zip(replies, tokens, first, strict=True)]
 
 
-def _values(url: str, reply: dict, asked: list[int]) -> list[float]:
-    """The log-probabilities of one answer, whose first entry is the token before those that were asked for."""
+def _values(url: str, reply: dict, asked: Sequence[int]) -> np.ndarray:
+    """The log-probabilities of one answer, float32, whose first entry is the token before those that were asked for."""
     entries = reply["meta_info"]["input_token_logprobs"][1:]
     if len(entries) != len(asked):
         raise RuntimeError(f"the teacher {url} was asked about {len(asked)} tokens and returned {len(entries)}")
-    for place, ((value, number, _), token) in enumerate(zip(entries, asked, strict=True)):
-        if number not in (token, 0):  # SGLang reports the vocabulary's last id as 0
-            raise RuntimeError(f"the teacher {url} was asked for token {token} at place {place} and returned {number}")
-        if value is None or not isfinite(value):
-            raise RuntimeError(f"the teacher {url} returned {value} as the log-probability of token {token}")
-    return [value for value, _, _ in entries]
+    if not entries:
+        return np.empty(0, np.float32)
+    values, numbers, _ = zip(*entries, strict=True)
+    log_probs = np.array(values, dtype=np.float64)  # None becomes NaN
+    wrong = np.not_equal(numbers, asked) & np.not_equal(numbers, 0)  # SGLang reports the vocabulary's last id as 0
+    for place in np.flatnonzero(wrong | ~np.isfinite(log_probs))[:1]:
+        token = asked[place]
+        if wrong[place]:
+            raise RuntimeError(
+                f"the teacher {url} was asked for token {token} at place {place} and returned {numbers[place]}"
+            )
+        raise RuntimeError(f"the teacher {url} returned {values[place]} as the log-probability of token {token}")
+    return log_probs.astype(np.float32)

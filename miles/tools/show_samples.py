@@ -192,9 +192,7 @@ def _heading(sample: Sample) -> Text:
 
 
 def _mask(sample: Sample) -> list[int]:
-    if sample.remove_sample:
-        return [0] * sample.response_length
-    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    return [0] * sample.response_length if sample.remove_sample else sample.mask.tolist()
 
 
 def _response(sample: Sample, words: Words) -> Iterator[Block]:

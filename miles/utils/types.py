@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+import numpy as np
+
+from miles.utils.array_list import ArrayList
+from miles.utils.columns import ArrayField, columns_of
 from miles.utils.errors import UserError
 
 
@@ -16,6 +20,7 @@ class Sample:
     `tokens` holds the prompt's ids followed by the response's ids exactly as the engine saw and wrote them; before
     generation it holds the prompt only and `response_length` is 0. `loss_mask` and `rollout_log_probs` have one entry a
     response token, and so has `teacher_log_probs`, the log-probabilities under the teacher of on-policy distillation.
+    These four are `ArrayList`s: they take any list, tuple, array or tensor of numbers, and read as lists.
     `weight_versions` has the version of the weights of each call of an engine that wrote something, in order, and
     `weight_version_lengths` how many response tokens each stands for: what it wrote, and before that what others (a
     tool) added since the call before. What was added after the last call belongs to no version.
@@ -25,7 +30,10 @@ class Sample:
     """
 
     class Status(StrEnum):
-        """How generation ended: by a stop, at the length limit, cut off by Miles (it can go on), or by a failure."""
+        """How generation ended: by a stop, at the length limit, cut off by Miles (it can go on), or by a failure.
+
+        PENDING and ABORTED are unfinished: there is something left to generate.
+        """
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -37,16 +45,16 @@ class Sample:
     index: int | None = None
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: ArrayField[ArrayList] = ArrayField(np.int32, "token", required=True)
     response: str = ""
     response_length: int = 0
     label: str | None = None
     reward: float | None = None
-    loss_mask: list[int] | None = None
+    loss_mask: ArrayField[ArrayList | None] = ArrayField(np.int8, "response_token", column="loss_masks")
     weight_versions: list[str] = field(default_factory=list)
     weight_version_lengths: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None
-    teacher_log_probs: list[float] | None = None
+    rollout_log_probs: ArrayField[ArrayList | None] = ArrayField(np.float32, "response_token")
+    teacher_log_probs: ArrayField[ArrayList | None] = ArrayField(np.float32, "response_token")
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -67,26 +75,27 @@ class Sample:
         return sample
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, the status as its value; lists and metadata are shared with the sample, not copied.
+        """All fields by name, the status as its value, arrays as lists; metadata is shared with the sample, not copied.
 
         JSON keeps all of it exactly if `metadata` holds only what JSON has: it refuses most other things, makes lists
         of tuples and text of keys.
         """
-        return vars(self) | {"status": self.status.value}
+        lists = {name: value.tolist() for name, value in vars(self).items() if type(value) is ArrayList}
+        return vars(self) | lists | {"status": self.status.value}
 
     def reset_for_retry(self) -> None:
         """Back to the prompt: nothing generated, no reward. `metadata` stays as it is."""
         self.tokens = self.tokens[: self.prompt_length]
-        fresh = Sample()
-        for name in _OF_THE_RESPONSE:
+        fresh = type(self)()
+        for name in (*_OF_THE_RESPONSE, *(name for name in columns_of(type(self)) if name != "tokens")):
             setattr(self, name, getattr(fresh, name))
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Add tokens behind the response that no model wrote, such as a tool's result: mask 0, log-probability 0."""
-        length = self.response_length
-        self.tokens = [*self.tokens, *ids]
-        self.loss_mask = ([1] * length if self.loss_mask is None else self.loss_mask) + [0] * len(ids)
-        self.rollout_log_probs = (self.rollout_log_probs or [0.0] * length) + [0.0] * len(ids)
+        log_probs = self.rollout_log_probs or [0.0] * self.response_length
+        self.tokens = self.tokens + [*ids]
+        self.loss_mask = np.append(self.mask, np.zeros(len(ids), np.int8))
+        self.rollout_log_probs = log_probs + [0.0] * len(ids)
         self.response_length += len(ids)
 
     def trained_token_versions(self) -> list[str | None]:
@@ -100,6 +109,26 @@ class Sample:
         if self.loss_mask is None:
             return versions
         return [version if mask else None for version, mask in zip(versions, self.loss_mask, strict=True)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether generation has ended for good, in one way or another."""
+        return self.status not in (self.Status.PENDING, self.Status.ABORTED)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which response tokens are trained on, not to be changed: int8 [response_length].
+
+        It is `loss_mask`, or ones where that is None. `remove_sample` is not looked at.
+        """
+        if self.loss_mask is None:
+            return np.broadcast_to(np.int8(1), self.response_length)
+        return self.loss_mask.array
+
+    @property
+    def trained_length(self) -> int:
+        """Number of response tokens whose mask is 1: those that a model wrote, where nobody masked more."""
+        return self.response_length if self.loss_mask is None else int(np.count_nonzero(self.loss_mask.array))
 
     @property
     def trajectory(self) -> int | None:
@@ -121,12 +150,12 @@ class Sample:
         name = f"sample {self.index} of group {self.group_index}"
         if not 0 <= self.response_length <= len(self.tokens):
             raise UserError(f"{name}: response_length {self.response_length} does not fit {len(self.tokens)} tokens")
-        for part in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-            values = getattr(self, part)
-            if values is not None and len(values) != self.response_length:
-                raise UserError(
-                    f"{name}: {part} has {len(values)} entries for a response of {self.response_length} tokens"
-                )
+        for part, column in columns_of(type(self)).items():
+            values, of_response = getattr(self, part), column.per == "response_token"
+            length = self.response_length if of_response else len(self.tokens)
+            if values is not None and len(values) != length:
+                what = "a response" if of_response else "a sample"
+                raise UserError(f"{name}: {part} has {len(values)} entries for {what} of {length} tokens")
         lengths = self.weight_version_lengths
         if lengths and (len(lengths) != len(self.weight_versions) or sum(lengths) > self.response_length):
             raise UserError(
@@ -139,11 +168,8 @@ _OF_THE_RESPONSE = (
     "response",
     "response_length",
     "reward",
-    "loss_mask",
     "weight_versions",
     "weight_version_lengths",
-    "rollout_log_probs",
-    "teacher_log_probs",
     "remove_sample",
     "status",
 )

@@ -80,11 +80,7 @@ def check_complete(samples: Sequence[Sample], asked: int) -> None:
             f"asked for {asked} rollouts, got {rollouts} in {len(samples)} samples, of which "
             f"{len(samples) - len(whole)} are pieces and {len(whole) - len(set(whole))} came twice"
         )
-    unfinished = {
-        sample.index: sample.status.value
-        for sample in samples
-        if sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED)
-    }
+    unfinished = {sample.index: sample.status.value for sample in samples if not sample.is_finished}
     if unfinished:
         raise RuntimeError(
             f"{len(unfinished)} of {len(samples)} samples are not finished: {dict(list(unfinished.items())[:10])}"

@@ -46,11 +46,11 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
     if sample.response_length == 0 or STATE not in sample.metadata:
         sample.metadata[STATE] = {"turns": 0, "calls": 0, "failed_calls": 0, "turn_start": 0, "answer": None}
     state = sample.metadata[STATE]
-    allowed = _written(sample) + sampling_params["max_new_tokens"]
+    allowed = sample.trained_length + sampling_params["max_new_tokens"]
 
     def room(context: int = 0) -> int:
         """Tokens that the model may write once `context` more tokens of others are there."""
-        return min(allowed - _written(sample), config.rollout_max_context_len - len(sample.tokens) - context)
+        return min(allowed - sample.trained_length, config.rollout_max_context_len - len(sample.tokens) - context)
 
     while True:
         await complete(config, sample, {**sampling_params, "max_new_tokens": room()})
@@ -79,11 +79,6 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
             return sample
         sample.append_context(context)
         state["turn_start"] = sample.response_length
-
-
-def _written(sample: Sample) -> int:
-    """Tokens that the model wrote."""
-    return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
 _PARTS = "chat format and call parser"  # in what is shared of a pool

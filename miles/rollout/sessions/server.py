@@ -213,7 +213,7 @@ class Session:
     def _room(self, piece: Piece | None, prompt_tokens: int) -> int:
         """Tokens that the model may write now; BadRequest if there is none, or it has written often enough."""
         config = self._config
-        written = sum(sum(sample.loss_mask) for sample in self._samples())
+        written = sum(sample.trained_length for sample in self._samples())
         left = self._sampling["max_new_tokens"] - written
         context = config.rollout_max_context_len - prompt_tokens
         if piece is not None and piece.turns >= config.generate_max_turns:

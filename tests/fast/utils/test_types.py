@@ -1,6 +1,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 
 from miles.utils.types import Sample
@@ -94,6 +95,41 @@ def test_reset_leaves_the_prompt_and_copies_alone():
     )
     assert shallow == before
     sample.validate()
+
+
+def test_what_is_set_is_converted_and_checked():
+    sample = Sample(index=7, tokens=(1, 2, 3), loss_mask=np.array([True, False]), response_length=2)
+    assert sample.tokens == [1, 2, 3] and sample.loss_mask == [1, 0] and sample.rollout_log_probs is None
+    assert [sample.tokens.array.dtype, sample.loss_mask.array.dtype] == [np.int32, np.int8]
+    sample.tokens += [4]
+    sample.loss_mask.append(1)
+    assert sample.tokens == [1, 2, 3, 4] and sample.loss_mask == [1, 0, 1]
+    for name, value, words in (
+        (
+            "tokens",
+            [1, 2**31],
+            r"tokens of sample 7 is \[1, 2147483648\] \(list\); it must be a list of integers from -2",
+        ),
+        ("tokens", None, "tokens of sample 7 is None"),
+        ("loss_mask", [0.5], r"loss_mask of sample 7 is \[0.5\].* integers from -128 to 127"),
+        ("rollout_log_probs", ["a"], r"\['a'\] \(list\); it must be a list of numbers$"),
+        ("teacher_log_probs", -1.0, "-1.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            setattr(sample, name, value)
+    assert sample.tokens == [1, 2, 3, 4]
+
+
+def test_no_mask_is_a_mask_of_ones():
+    sample = Sample(tokens=[1, 2, 3], response_length=2)
+    assert sample.mask.tolist() == [1, 1] and sample.trained_length == 2
+    sample.loss_mask = [0, 1]
+    assert sample.mask.tolist() == [0, 1] and sample.trained_length == 1
+
+
+def test_what_is_cut_off_is_not_finished():
+    finished = {status for status in Sample.Status if Sample(status=status).is_finished}
+    assert finished == {Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED}
 
 
 def test_context_is_not_trained_on():
