@@ -1,13 +1,12 @@
 """Values that follow from others. Each has a reason, which `--print-config` shows."""
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from miles.config.paths import absolute
 from miles.config.run_config import SECTIONS
-from miles.config.section import Derived, derivations_of, derives
 from miles.config.values import Undetermined, Values
 
 
@@ -35,43 +34,4 @@ def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dic
     return values, reasons
 
 
-@derives("eps_clip_high")
-def _clip(v: Values) -> Iterator[Derived]:
-    if v.eps_clip_high is None:
-        yield "eps_clip_high", v.eps_clip, "--eps-clip"
-
-
-@derives("ref_load")
-def _reference(v: Values) -> Iterator[Derived]:
-    if v.needs_reference and v.ref_load is None:
-        asked = "--use-kl-loss" if v.use_kl_loss else f"--kl-coef {v.kl_coef}"
-        yield "ref_load", v.hf_checkpoint, f"{asked}: the reference is --hf-checkpoint"
-
-
-@derives("normalize_advantages")
-def _whitening(v: Values) -> Iterator[Derived]:
-    if v.normalize_advantages is None and v.learns_from_samples:
-        yield "normalize_advantages", v.estimator.whitens, f"--advantage-estimator {v.estimator.name}"
-
-
-@derives("constant_loss_length")
-def _constant_length(v: Values) -> Iterator[Derived]:
-    if v.constant_loss_length is None and v.estimator.constant_length and v.learns_from_samples:
-        if v.rollout_max_response_len is not None:
-            reason = f"--advantage-estimator {v.estimator.name}: --rollout-max-response-len"
-            yield "constant_loss_length", v.rollout_max_response_len, reason
-
-
-@derives("critic_lr", "critic_load", "critic_save")
-def _critic(v: Values) -> Iterator[Derived]:
-    if not v.use_critic:
-        return
-    if v.critic_lr is None:
-        yield "critic_lr", v.lr, "--lr"
-    for name in ("load", "save"):
-        folder = getattr(v, name)
-        if getattr(v, f"critic_{name}") is None and folder is not None:
-            yield f"critic_{name}", folder + "_critic", f"--{name} and _critic"
-
-
-DERIVATIONS = [*(derivation for section in SECTIONS for derivation in section.derivations()), *derivations_of(__name__)]
+DERIVATIONS = [derivation for section in SECTIONS for derivation in section.derivations()]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from miles.config.algorithm_rules import ALGORITHM_RULES, algorithm_warnings
 from miles.config.debug_rules import DEBUG_RULES
 from miles.config.effect import effect_rules
 from miles.config.eval_rules import EVAL_RULES, eval_warnings
@@ -31,7 +30,6 @@ RULES: list[Rule] = [
     *(one for section in SECTIONS for one in rules_of(section)),
     *PATH_RULES,
     *OFFLOAD_RULES,
-    *ALGORITHM_RULES,
     *DEBUG_RULES,
     *ROLLOUT_RULES,
     *HOOKS_RULES,
@@ -62,7 +60,6 @@ def warn(v: Values) -> Iterator[str]:
         yield from one(v)
     yield from eval_warnings(v)
     yield from multi_turn_warnings(v)
-    yield from algorithm_warnings(v)
     yield from offload_warnings(v)
     yield from rollout_warnings(v)
 
@@ -91,12 +88,6 @@ def _sampling(v: Values) -> Iterator[str]:
         )
     if v.rollout_top_k == 0 or v.eval_top_k == 0:
         yield "--rollout-top-k and --eval-top-k are at least 1, or -1 for all tokens; 0 was given"
-
-
-@_rule
-def _labels(v: Values) -> Iterator[str]:
-    if v.label_key is None and v.loss_type == "sft_loss":
-        yield "--loss-type sft_loss needs --label-key, the column with the text to learn"
 
 
 # --- checkpoints ---

@@ -22,6 +22,7 @@ _RECORDS = (GRPO, GSPO, CISPO, RLOO, DR_GRPO, REINFORCE_PLUS_PLUS, REINFORCE_PLU
 ESTIMATORS: dict[str, Estimator] = {estimator.name: estimator for estimator in _RECORDS}
 
 
-def estimators_where(holds: Callable[[Estimator], bool], between: str = " and ") -> str:
-    """The names of the estimators of which something holds, for a sentence."""
-    return between.join(estimator.name for estimator in ESTIMATORS.values() if holds(estimator))
+def estimators_where(holds: Callable[[Estimator], bool], last: str = " and ") -> str:
+    """The names of the estimators of which something holds, for a sentence: `a, b and c`."""
+    *names, name = (estimator.name for estimator in ESTIMATORS.values() if holds(estimator))
+    return f"{', '.join(names)}{last}{name}" if names else name

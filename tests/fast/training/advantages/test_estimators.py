@@ -47,6 +47,7 @@ def test_the_flag_has_every_estimator_and_the_first_is_the_default():
 def test_names_for_a_sentence():
     assert estimators_where(lambda estimator: estimator.loss != "clip", " or ") == "gspo or cispo"
     assert estimators_where(lambda estimator: estimator.critic) == "ppo"
+    assert estimators_where(lambda estimator: estimator.divides_by_std) == "grpo, gspo and cispo"
 
 
 def test_an_unknown_estimator_is_refused():
