@@ -85,13 +85,11 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory):
+def options(tmp_path_factory, local_ray):
     """Ray options of an actor that can import `lazy_example`."""
     folder = tmp_path_factory.mktemp("path")
     (folder / "lazy_example.py").write_text(MODULE)
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(folder)}}}
-    ray.shutdown()
+    return {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(folder)}}}
 
 
 def test_methods_and_references(options):

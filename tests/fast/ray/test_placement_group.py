@@ -13,15 +13,9 @@ from miles.utils.arguments import parse_args
 
 COLOCATE = ("--colocate", "--no-offload-train", "--no-offload-rollout")
 PAIRS, FOURS = (("--rollout-num-gpus-per-engine", size) for size in "24")
-CPUS = 4
+CPUS = 4  # of the tests' Ray
 
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    """A Ray of four logical CPUs."""
-    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture
