@@ -10,11 +10,11 @@ from miles.ray.train.models import TrainingModels
 from miles.residency.executor import Executor, Service
 from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
 from miles.residency.policy import policy_of
+from miles.utils.units import GB
 from miles.weight_sync.target import EngineTarget
 
 logger = logging.getLogger(__name__)
 
-GB = 1e9
 # Of these a `_time` and a `_bytes` are counted, and a `_gb_per_s` follows.
 TRANSFERS = ("perf/sleep", "perf/wake_up", "perf/offload_rollout", "perf/onload_rollout")
 

@@ -22,7 +22,7 @@ from miles.residency.plan import Place
 from miles.utils.errors import UserError
 
 BLOCK = 4096  # what O_DIRECT wants addresses, offsets and sizes to be a multiple of
-SLOTS = 4  # pieces under way at once: one on its way to or from the device, the others in the disk's queue
+PIECES = 4  # pieces under way at once: one on its way to or from the device, the others in the disk's queue
 
 
 @dataclass
@@ -79,14 +79,14 @@ class DiskStore:
     place = Place.DISK
 
     def __init__(self, folder: str, chunk_bytes: int, pinned: bool, name: str):
-        self._slot_bytes = chunk_bytes // SLOTS // BLOCK * BLOCK
-        assert self._slot_bytes > 0, f"a chunk of {chunk_bytes} bytes is less than {SLOTS} blocks of {BLOCK}"
+        self._slot_bytes = chunk_bytes // PIECES // BLOCK * BLOCK
+        assert self._slot_bytes > 0, f"a chunk of {chunk_bytes} bytes is less than {PIECES} blocks of {BLOCK}"
         self._folder = folder
         self._name = name
         prepare_folder(Path(folder))
-        staging = HostBuffer(SLOTS * self._slot_bytes, pinned, "lower --offload-train-disk-chunk-mb")
+        staging = HostBuffer(PIECES * self._slot_bytes, pinned, "lower --offload-train-disk-chunk-mb")
         self._slots = list(staging.tensor.split(self._slot_bytes))
-        self._pool = ThreadPoolExecutor(SLOTS, thread_name_prefix=f"{name} disk")
+        self._pool = ThreadPoolExecutor(PIECES, thread_name_prefix=f"{name} disk")
         self._files: dict[str, DiskFile] = {}
 
     def save(self, key: str, source: torch.Tensor) -> None:

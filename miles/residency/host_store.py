@@ -7,6 +7,7 @@ import torch
 
 from miles.residency.pinned import HostBuffer
 from miles.residency.plan import Place
+from miles.utils.units import GB
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class HostStore:
             if self._keep:
                 logger.info(
                     "%.2f GB of host memory for %s stay when it is back on the GPU, for the next sleep; "
-                    "--no-offload-train-keep-host-buffers gives them back each time", len(source) / 1e9, key,
+                    "--no-offload-train-keep-host-buffers gives them back each time", len(source) / GB, key,
                 )  # fmt: skip
         _copy(self._buffers[key].tensor, source)
         self._complete.add(key)

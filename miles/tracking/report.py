@@ -13,6 +13,7 @@ from miles.config import RunConfig
 from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.stopwatch import Stopwatch
+from miles.utils.units import GB
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +236,7 @@ def _time(label: str, metrics: Mapping[str, float]) -> str:
         return f"{label} {seconds:.1f}s"
     shown = f"{label} {seconds:.{2 if seconds < 0.995 else 1}f}s"
     name = TIMES[label].removesuffix("_time")
-    gigabytes, speed = metrics.get(f"{name}_bytes", 0) / 1e9, metrics.get(f"{name}_gb_per_s")
+    gigabytes, speed = metrics.get(f"{name}_bytes", 0) / GB, metrics.get(f"{name}_gb_per_s")
     if gigabytes < 1e-3:
         return shown
     return f"{shown} ({_two_digits(gigabytes)}GB{'' if speed is None else f' {_two_digits(speed)}GB/s'})"

@@ -32,6 +32,7 @@ from miles.residency.plan import Move, Party, Place, Policy, Region, back, start
 from miles.residency.policy import policy_of
 from miles.residency.state import ResidencyError
 from miles.utils.host_memory import resident_bytes
+from miles.utils.units import GB
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ class TrainerResidency:
     def _left_behind(self) -> dict[str, float]:
         """Host memory after a sleep, and what this rank still holds on the GPU, by pool."""
         host = resident_bytes()
-        metrics = {"perf/cpu_memory_after_offload_train_gb": host / 1e9}
+        metrics = {"perf/cpu_memory_after_offload_train_gb": host / GB}
         if self.device.type != "cuda":
             return metrics
         tensors = self._outside_bytes()
@@ -304,9 +305,9 @@ class TrainerResidency:
         if tensors + cached > RESIDUAL_BOUND_BYTES:
             logger.warning(
                 "the sleeping trainer still holds %.2f GB of tensors outside its regions and %.2f GB of cached blocks "
-                "on the GPU", tensors / 1e9, cached / 1e9,
+                "on the GPU", tensors / GB, cached / GB,
             )  # fmt: skip
-        return metrics | {"perf/gpu_residual_tensors_gb": tensors / 1e9, "perf/gpu_residual_cache_gb": cached / 1e9}
+        return metrics | {"perf/gpu_residual_tensors_gb": tensors / GB, "perf/gpu_residual_cache_gb": cached / GB}
 
     def _outside_bytes(self) -> int:
         """Bytes of live tensors on the GPU outside the regions."""

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from miles.utils.host_memory import return_freed_memory
+from miles.utils.units import GIB
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -88,4 +89,4 @@ def _exact_usage(result, scheduler, request):
     tensors = _tensors(scheduler)
     for tag, name in ((GPU_MEMORY_TYPE_WEIGHTS, "weight"), (GPU_MEMORY_TYPE_KV_CACHE, "kvcache")):
         away = sum(nbytes for _, nbytes in _away.get(tag, ()))
-        usage[name] = (away + sum(storage.nbytes() for storage in _storages(tensors[tag]))) / 2**30
+        usage[name] = (away + sum(storage.nbytes() for storage in _storages(tensors[tag]))) / GIB

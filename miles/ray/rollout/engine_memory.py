@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from miles.engines.client import SGLangClient, SGLangError
 from miles.residency.plan import ENGINE_REGIONS, Move, Place, Region
 from miles.residency.state import ResidencyError
+from miles.utils.units import GB, GIB
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,6 @@ IDLE_SECONDS = 60.0
 ABORT_SECONDS = 30.0
 # Keys of SGLang's memory_usage, in units of 2**30 bytes, of one of the engine's GPUs.
 USAGE_KEYS = {Region.WEIGHTS: "weight", Region.KV_CACHE: "kvcache", Region.CUDA_GRAPH: "graph"}
-GIB = 2**30
 
 
 class EngineMemory:
@@ -103,7 +103,7 @@ class EngineMemory:
             )
             if not moves[0].leaves:
                 # SGLang has no figures exact enough to compare with what is free before the call.
-                size = sum(self._bytes[move.region] for move in moves) / 1e9
+                size = sum(self._bytes[move.region] for move in moves) / GB
                 message += (
                     f". {size:.2f} GB were to come back, and SGLang ends where there is no room: if its log says so, "
                     "lower --sglang-mem-fraction-static"

@@ -120,14 +120,17 @@ class World:
         """What the peak device promises."""
         if not (self.policy.offload_train and self.policy.offload_rollout):
             return
-        copies = {place: [party for party in Party if place in self.held.get((party, WEIGHTS), ())] for place in Place}
         if self.policy.peak_device == "cpu" and WEIGHTS in self.policy.levels:
-            assert len(copies[Place.GPU]) <= 1, "two on the GPU"
+            assert self.copies(Place.GPU) <= 1, "two on the GPU"
         if self.policy.peak_device == "gpu":
-            assert len(copies[Place.HOST]) <= 1, "two on the host"
+            assert self.copies(Place.HOST) <= 1, "two on the host"
         if KV in self.policy.levels and Place.GPU in self.held[ENGINE, KV]:
             for (party, region), places in self.held.items():
-                assert party == ENGINE or Place.GPU not in places, f"{party} {region} beside the kv cache"
+                assert party is ENGINE or Place.GPU not in places, f"{party} {region} beside the kv cache"
+
+    def copies(self, place):
+        """How many parties hold weights there."""
+        return sum(place in self.held.get((party, WEIGHTS), ()) for party in (ACTOR, CRITIC, ENGINE))
 
     def generate(self):
         for region in ENGINE_REGIONS:
