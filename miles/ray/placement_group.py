@@ -117,19 +117,19 @@ def assign(config: RunConfig, bundles: tuple[Bundle, ...]) -> tuple[tuple[Bundle
     """
     size = config.rollout_num_gpus_per_engine
     shared = config.num_colocated_engines
-    own = config.reserved_rollout_gpus // size - shared
+    num_alone = config.reserved_rollout_gpus // size - shared
     by_node: dict[str, list[Bundle]] = {}
     for bundle in bundles:
         by_node.setdefault(bundle.node_ip, []).append(bundle)
     # Colocated engines need a node's bundles in whole engines from its first on: the others take a node's last ones.
     alone: list[tuple[Bundle, ...]] = []
     for free in reversed(by_node.values()):
-        while len(alone) < own and len(free) >= size:
+        while len(alone) < num_alone and len(free) >= size:
             alone.insert(0, tuple(free[-size:]))
             del free[-size:]
     trainer = tuple(bundle for free in by_node.values() for bundle in free)
     engines = [trainer[rank * size : (rank + 1) * size] for rank in range(shared)] + alone
-    if len(alone) < own or any(len({bundle.node_ip for bundle in engine}) > 1 for engine in engines):
+    if len(alone) < num_alone or any(len({bundle.node_ip for bundle in engine}) > 1 for engine in engines):
         counts = ", ".join(f"{sum(b.node_ip == ip for b in bundles)} on {ip}" for ip in by_node)
         raise UserError(
             f"an engine would span nodes: each needs {size} GPUs of one node (--rollout-num-gpus-per-engine), and the "

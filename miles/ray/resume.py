@@ -20,11 +20,11 @@ def resumed(config: RunConfig) -> RunConfig:
         return config.model_copy(update={"load": None, "ckpt_step": None})
     critic = config.critic_load if config.use_critic else None
     has_critic = critic is not None and newest_step(critic) is not None
-    found = find_checkpoint(config.load, config.ckpt_step, critic if has_critic else None)
-    if found is None:
+    checkpoint = find_checkpoint(config.load, config.ckpt_step, critic if has_critic else None)
+    if checkpoint is None:
         logger.info("no checkpoint in %s: a new run", config.load)
         return config.model_copy(update={"load": None})
-    step, folder = found
+    step, folder = checkpoint
     if critic is not None and not has_critic:
         logger.warning("no checkpoint in %s: beside the actor of %s the critic is a new one", critic, folder)
         critic = None

@@ -30,12 +30,14 @@ async def all_to_their_end[T](work: Sequence[Awaitable[T]]) -> list[T]:
         The results, in the order of `work`.
 
     Raises:
-        Exception: the first in that order, once all have ended.
+        Exception: the first in that order, once all have ended; the others are its notes.
     """
     results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        for failure in failures[1:]:
+            failures[0].add_note(f"also failed: {failure}")
+        raise failures[0]
     return results
 
 

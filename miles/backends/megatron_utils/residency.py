@@ -138,9 +138,9 @@ class TrainerResidency:
         """The values of a weight, master or moment: itself on the GPU, else a tensor on the host. Don't write to it."""
         for region, buffers in self.buffers.items():
             for index, buffer in enumerate(buffers):
-                found = span(buffer, tensor)
-                if found is not None:
-                    return self._read(region, index, tensor, *found)
+                inside = span(buffer, tensor)
+                if inside is not None:
+                    return self._read(region, index, tensor, *inside)
         return tensor.detach()
 
     def _read(self, region: Region, index: int, tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

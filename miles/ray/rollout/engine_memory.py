@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from miles.engines.client import SGLangClient, SGLangError
 from miles.residency.plan import ENGINE_REGIONS, Move, Place, Region
 from miles.residency.state import ResidencyError
+from miles.utils.tasks import all_to_their_end
 from miles.utils.units import GB, GIB
 
 logger = logging.getLogger(__name__)
@@ -222,16 +223,11 @@ class RolloutMemory:
 
     async def _of_all[T](self, call: Callable[[EngineMemory], Awaitable[T]]) -> list[T]:
         """The results of a call to each engine, side by side; all are awaited before a failure is raised."""
-        results = await asyncio.gather(*map(call, self._engines), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if not failures:
-            return results
-        for failure in failures[1:]:
-            failures[0].add_note(f"also failed: {failure}")
         try:
-            raise failures[0]
-        finally:
+            return await all_to_their_end([call(engine) for engine in self._engines])
+        except Exception:
             await self._check_engines()  # the end of a server says more than a lost connection
+            raise
 
     async def _wait_until_unused(self, verb: str) -> None:
         try:
