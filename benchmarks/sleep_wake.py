@@ -78,7 +78,7 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     import torch.distributed as dist
 
     from miles.backends.megatron_utils.initialize import build_process_groups, initialize
-    from miles.backends.megatron_utils.process_groups import SubGroups
+    from miles.backends.megatron_utils.patches.process_groups import SubGroups
     from miles.backends.megatron_utils.residency import build_residency
     from miles.backends.megatron_utils.trained_model import MegatronModel
     from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss

@@ -4,7 +4,7 @@ import functools
 
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.initialize import build_process_groups, initialize
-from miles.backends.megatron_utils.process_groups import SubGroups
+from miles.backends.megatron_utils.patches.process_groups import SubGroups
 from miles.backends.megatron_utils.residency import TrainerResidency, build_residency
 from miles.backends.megatron_utils.trained_model import MegatronModel
 from miles.backends.trainer.actor import TrainRayActor

@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from miles.backends.megatron_utils import cpu_support, torch_adam
+from miles.backends.megatron_utils import patches, torch_adam
 from miles.backends.trainer.world import join_world
 from miles.config import RunConfig
 
@@ -14,9 +14,8 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
 
     NCCL on a GPU, gloo on a CPU. Random state is seeded from --seed, differently on each tensor-parallel rank.
     """
-    if config.device == "cpu":
-        cpu_support.install()
     torch_adam.install()
+    patches.install(config.device)
     join_world(config, rank, world_size, master)
     build_process_groups(config)
     torch.manual_seed(config.seed)

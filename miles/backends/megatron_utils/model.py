@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from miles.backends.megatron_utils import cpu_support, torch_adam
+from miles.backends.megatron_utils import torch_adam
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.parts import transformer_engine
+from miles.backends.megatron_utils.patches import cpu_support
 from miles.config import RunConfig
 from miles.config.continued import settings_of
 from miles.hf.parallel import ParallelInfo

@@ -19,7 +19,7 @@ import torch
 
 from miles.backends.megatron_utils.masters import MasterWeights
 from miles.backends.megatron_utils.model import TrainState
-from miles.backends.megatron_utils.process_groups import SubGroups
+from miles.backends.megatron_utils.patches.process_groups import SubGroups
 from miles.backends.megatron_utils.regions import TAGS, build_regions
 from miles.backends.megatron_utils.torch_adam import inner_optimizers
 from miles.backends.trainer.caches import empty_caches

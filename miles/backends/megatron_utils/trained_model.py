@@ -11,11 +11,12 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils import checkpoint, cpu_support, torch_adam
+from miles.backends.megatron_utils import checkpoint, torch_adam
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.hf_weights import load_into, model_tensors
 from miles.backends.megatron_utils.logits import score_responses
 from miles.backends.megatron_utils.model import TrainState, build_model, build_train_state, parallel_info
+from miles.backends.megatron_utils.patches import cpu_support
 from miles.backends.megatron_utils.residency import drop_quantized_workspaces
 from miles.backends.megatron_utils.same_computation import check_same_computation
 from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer

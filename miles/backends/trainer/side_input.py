@@ -3,7 +3,8 @@
 Arguments of the layers between would have to carry it; instead the passes say which micro-batch is in the model.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from miles.training.packing import PackedBatch
@@ -34,3 +35,17 @@ def micro_batch() -> PackedBatch:
     if not _running:
         raise RuntimeError("no micro-batch is in the model: a layer was called outside of a trainer's pass")
     return _running[-1]
+
+
+def with_its_micro_batch(function: Callable) -> Callable:
+    """`function`, which runs in the micro-batch of now whenever it is called: for what computes activations again."""
+    if not _running:
+        return function
+    packed = _running[-1]
+
+    @functools.wraps(function)
+    def again(*args, **kwargs):
+        with running(packed):
+            return function(*args, **kwargs)
+
+    return again

@@ -71,14 +71,14 @@ def test_resuming(run_ranks, checkpoint, tmp_path):
 def test_state_of_several_buckets_is_put_where_the_index_of_its_buffer_says():
     import torch
 
-    from miles.backends.megatron_utils.torch_adam import _at_places_in_buffers
+    from miles.backends.megatron_utils.patches.bucket_places import at_places_in_buffers
 
     buckets = [SimpleNamespace(offset=0, numel_unpadded=3), SimpleNamespace(offset=8, numel_unpadded=2)]
     optimizer = SimpleNamespace(buffers=[SimpleNamespace(buckets=buckets, numel=12)])
     state = {0: {"fp32": {"exp_avg": torch.arange(1.0, 6.0), "numel_unpadded": 5}}}
-    (found,) = _at_places_in_buffers(optimizer, state)[0].values()
+    (found,) = at_places_in_buffers(optimizer, state)[0].values()
     assert found["exp_avg"].tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 4, 5, 0, 0]
-    assert found["numel_unpadded"] == 5 and _at_places_in_buffers(optimizer, None) is None
+    assert found["numel_unpadded"] == 5 and at_places_in_buffers(optimizer, None) is None
 
 
 # --- what the ranks run ---

@@ -105,7 +105,7 @@ def cycled(actor, shard):
     from torch.distributed.distributed_c10d import _world
 
     from miles.backends.megatron_utils.initialize import build_process_groups
-    from miles.backends.megatron_utils.process_groups import SubGroups
+    from miles.backends.megatron_utils.patches.process_groups import SubGroups
     from miles.utils.checkpoint_folder import finish_checkpoint
 
     failures = []

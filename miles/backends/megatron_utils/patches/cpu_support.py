@@ -3,7 +3,7 @@
 Megatron has no device-agnostic path: it asks `torch.cuda` for the current device and stream, writes `device="cuda"` as
 a literal in four modules, and chooses optimizer groups by the type name "torch.cuda.FloatTensor". `install()` answers
 these questions for a CPU; nothing else of Megatron changes. The version is checked, since every line depends on its
-source.
+source. Delete this once Megatron runs on a device that is not `torch.cuda`'s.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def _uneven_collectives(mappings: types.ModuleType) -> None:
 
 @functools.cache
 def install() -> None:
-    """Make this process able to build and train Megatron models on the CPU. Call before building a model."""
+    """Make this process able to build and train Megatron models on the CPU; before one is built, as often as wanted."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher

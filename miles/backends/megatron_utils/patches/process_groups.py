@@ -1,4 +1,9 @@
-"""Megatron's process groups while the trainer sleeps: destroyed, and built anew behind the same attributes."""
+"""Megatron's process groups while the trainer sleeps: destroyed, and built anew behind the same attributes.
+
+megatron-core 0.19.2 can destroy its groups, but keeps them as attributes of modules, buffers and optimizers all over
+the process, where groups built anew do not come. Delete this once it asks `parallel_state` at each use, or NCCL gives
+back the buffers of a communicator that lives on.
+"""
 
 import enum
 import gc
