@@ -17,7 +17,6 @@ Process groups come and go on several GPUs only: `scripts/loss_trace.py --device
 """
 
 import argparse
-import functools
 import json
 import mmap
 import os
@@ -77,10 +76,9 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
     import torch
     import torch.distributed as dist
 
-    from miles.backends.megatron_utils.initialize import build_process_groups, initialize
-    from miles.backends.megatron_utils.patches.process_groups import SubGroups
-    from miles.backends.megatron_utils.residency import build_residency
+    from miles.backends.megatron_utils.initialize import initialize
     from miles.backends.megatron_utils.trained_model import MegatronModel
+    from miles.backends.trainer.residency import build_residency
     from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
     from miles.backends.trainer.world import timeout
     from miles.hf.config import load_hf_config
@@ -115,8 +113,8 @@ def trainer_case(size: str, device: str, cycles: int, flags: list[str], with_ste
         torch.nn.init.normal_(parameter, std=0.02)
     trained.build_optimizer(config, 100)
     agreement = Agreement(dist.new_group(backend="gloo", timeout=timeout(config)))
-    groups = SubGroups(functools.partial(build_process_groups, config), agreement)
-    residency = build_residency(config, 0, trained.state, groups, Party.ACTOR)
+    trained.begin(agreement)
+    residency = build_residency(config, 0, trained, Party.ACTOR)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if with_step:
         step()

@@ -5,4 +5,4 @@ from miles.backends.trainer.critic import CriticRayActor
 
 
 class MegatronCriticRayActor(MegatronRank, CriticRayActor):
-    """Holds this rank's part of the critic and trains it. Arguments as for CriticRayActor."""
+    """Holds this rank's part of the critic and trains it. Arguments as for RankActor."""

@@ -3,20 +3,27 @@
 A move of a region then copies exactly its bytes: no padding between tensors, no temporaries of a step in its pool.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from miles.backends.megatron_utils.model import TrainState
 from miles.backends.megatron_utils.torch_adam import fill_state, inner_optimizers
+from miles.backends.trainer.protocol import TAGS
 from miles.residency.memory import DeviceMemory, bytes_of, pack, span
-from miles.residency.plan import Policy, Region
+from miles.residency.plan import Region
 
-# The tags that the device memory knows the regions by.
-TAGS = {Region.WEIGHTS: "param_buffer", Region.GRADS: "grad_buffer", Region.OPTIMIZER: "optimizer"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
-    """Move everything into its region. Gradients are away meanwhile, so that the peak is that of a training step."""
+def build_regions(state: TrainState, memory: DeviceMemory, stream_optimizer: bool) -> dict[Region, list[torch.Tensor]]:
+    """Move everything into its region. Gradients are away meanwhile, so that the peak is that of a training step.
+
+    Args:
+        state: the model and optimizer of this rank.
+        memory: the device memory to hold the regions.
+        stream_optimizer: the optimizer's state is never in memory: it gets no region.
+    """
     ddp_buffers = [buffer for chunk in state.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     grads = [bytes_of(buffer.grad_data.untyped_storage()) for buffer in ddp_buffers]
     for grad in grads:
@@ -32,7 +39,7 @@ def build_regions(policy: Policy, state: TrainState, memory: DeviceMemory) -> di
         weights.append(pack(loose, memory, TAGS[Region.WEIGHTS]))
 
     regions = {Region.WEIGHTS: weights, Region.GRADS: grads, Region.OPTIMIZER: []}
-    if not policy.stream_optimizer:
+    if not stream_optimizer:
         regions[Region.OPTIMIZER] = _build_optimizer(state, memory, weights)
     memory.restore(TAGS[Region.GRADS])
     for grad in grads:
@@ -54,3 +61,36 @@ def _build_optimizer(state: TrainState, memory: DeviceMemory, weights: list[torc
         states = [optimizer.state[p] for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
         buffers.append(pack([entry[moment] for entry in states], memory, tag))
     return buffers
+
+
+def lasting_tensors(state: TrainState, stream_optimizer: bool) -> dict[str, torch.Tensor]:
+    """Every tensor that must survive a sleep, by a name for messages. stream_optimizer: see `build_regions`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for number, model in enumerate(state.models):
+        tensors |= {f"chunk {number} {name}": parameter for name, parameter in model.named_parameters()}
+        tensors |= {f"chunk {number} buffer {name}": buffer for name, buffer in _all_buffers(model)}
+    for number, optimizer in enumerate([] if stream_optimizer else inner_optimizers(state.optimizer)):
+        for index, master in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            tensors[f"optimizer {number} master {index}"] = master
+            for name, value in optimizer.state[master].items():
+                tensors[f"optimizer {number} {name} {index}"] = value
+    return tensors
+
+
+def _all_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers and other tensors that modules hold, also those that no state dict lists (rotary frequencies)."""
+    for name, part in module.named_modules():
+        for key, value in {**vars(part), **part._buffers}.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+
+
+def drop_quantized_workspaces(chunks: list[torch.nn.Module]) -> int:
+    """Drop the FP8 copies of weights that Transformer Engine keeps, and makes again when needed; returns how many."""
+    dropped = 0
+    for part in (part for chunk in chunks for part in chunk.modules()):
+        workspaces = vars(part).get("_fp8_workspaces")
+        if workspaces:
+            dropped += len(workspaces)
+            workspaces.clear()
+    return dropped

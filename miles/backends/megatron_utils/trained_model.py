@@ -1,7 +1,8 @@
 """MegatronModel: one rank's part of a Megatron model, as a trainer uses it (`miles.backends.trainer.protocol`)."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from transformers import PreTrainedConfig
 
-from miles.backends.megatron_utils import checkpoint, torch_adam
+from miles.backends.megatron_utils import checkpoint, regions, torch_adam
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.hf_weights import load_into, model_tensors
+from miles.backends.megatron_utils.initialize import build_process_groups
 from miles.backends.megatron_utils.logits import score_responses
+from miles.backends.megatron_utils.masters import MasterWeights
 from miles.backends.megatron_utils.model import TrainState, build_model, build_train_state, parallel_info
 from miles.backends.megatron_utils.patches import cpu_support
-from miles.backends.megatron_utils.residency import drop_quantized_workspaces
+from miles.backends.megatron_utils.patches.process_groups import SubGroups
 from miles.backends.megatron_utils.same_computation import check_same_computation
 from miles.backends.megatron_utils.streamed_optimizer import StreamedOptimizer
 from miles.backends.megatron_utils.streamed_state import MOMENT_DTYPES
@@ -28,10 +31,11 @@ from miles.backends.trainer.protocol import ProcessGrid, ScoreFunction, Scoring
 from miles.config import RunConfig
 from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
-from miles.residency.plan import Party
+from miles.residency.memory import DeviceMemory
+from miles.residency.plan import Party, Region
 from miles.training.packing import PackedBatch
 from miles.utils.agreement import Agreement
-from miles.weight_sync.source import Read
+from miles.weight_sync.source import Read, WeightSource
 
 
 class MegatronModel:
@@ -52,6 +56,7 @@ class MegatronModel:
     """
 
     state: TrainState
+    groups: SubGroups
 
     def __init__(self, config: RunConfig, hf_config: PreTrainedConfig, party: Party = Party.ACTOR):
         self.config, self.hf_config, self.party = config, hf_config, party
@@ -80,7 +85,7 @@ class MegatronModel:
         """Raise ValueError naming what differs, unless the model in `folder` (of `flag`) computes as this one does."""
         check_same_computation(flag, folder, self.hf_config, load_hf_config(folder))
 
-    def weight_source(self, read: Read, copies: bool) -> MegatronWeights:
+    def weight_source(self, read: Read, copies: bool) -> WeightSource:
         """The weights under the names and in the layouts of the checkpoint in --hf-checkpoint."""
         index = CheckpointIndex(self.config.hf_checkpoint)
         return MegatronWeights(self.chunks, self.family, self.hf_config, self.parallel, index, read, copies)
@@ -92,9 +97,11 @@ class MegatronModel:
         self.state = build_train_state(config, self.chunks, total_steps)
 
     def begin(self, agreement: Agreement) -> None:
-        """Let a streamed optimizer take over the optimizer's step and its state in checkpoints."""
+        """Let a streamed optimizer take over the optimizer's step and its state in checkpoints; find the groups."""
         config = self.config
+        self.groups = SubGroups(functools.partial(build_process_groups, config), agreement)
         if config.stream_optimizer_state_to_disk:
+            assert config.offload_train_disk_dir is not None
             self.streamed = StreamedOptimizer(
                 self.state,
                 config.offload_train_disk_dir,
@@ -173,10 +180,6 @@ class MegatronModel:
         else:
             self.streamed.reset_states()
 
-    def drop_workspaces(self) -> None:
-        """Drop Transformer Engine's quantised copies of weights."""
-        drop_quantized_workspaces(self.chunks)
-
     # Checkpoints
 
     def save_state(self, folder: Path, with_optimizer: bool) -> None:
@@ -202,6 +205,24 @@ class MegatronModel:
     def is_of_critic(self, folder: Path) -> bool:
         """Whether the checkpoint at `folder` has a value head."""
         return checkpoint.is_of_critic(folder)
+
+    # Memory
+
+    def build_regions(self, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
+        """Move Megatron's buffers and the optimizer's state into regions."""
+        return regions.build_regions(self.state, memory, self.config.stream_optimizer_state_to_disk)
+
+    def lasting_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers, masters, moments and step counters."""
+        return regions.lasting_tensors(self.state, self.config.stream_optimizer_state_to_disk)
+
+    def master_weights(self, contents: Callable[[torch.Tensor], torch.Tensor]) -> MasterWeights:
+        """The weights from the distributed optimizer's masters."""
+        return MasterWeights(self.state.chunks, self.state.optimizer, contents)
+
+    def drop_workspaces(self) -> None:
+        """Drop Transformer Engine's quantised copies of weights."""
+        regions.drop_quantized_workspaces(self.chunks)
 
 
 def process_grid(config: RunConfig) -> ProcessGrid:

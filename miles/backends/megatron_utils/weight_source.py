@@ -101,7 +101,7 @@ class MegatronWeights:
     ):
         self.parallel, self.index, self.read, self.copies = parallel, index, read, copies
         self.planned = plan_entries(family, hf_config, parallel, index)
-        self.untrained = untrained_names(index, family, hf_config)
+        self.untrained: Sequence[str] = untrained_names(index, family, hf_config)
         # Of every entry of a chunk that this rank has something of: one parameter, or one of each of its experts.
         self.held: dict[tuple[int, Entry], list[torch.Tensor]] = {}
         for number, chunk in enumerate(chunks):

@@ -6,8 +6,8 @@ from pathlib import Path
 import ray
 import torch
 
-from miles.backends.trainer.actor import TrainRayActor
 from miles.backends.trainer.protocol import ScoreFunction
+from miles.backends.trainer.rank import RankActor
 from miles.residency.plan import Party
 from miles.training.policy import compute_value_loss
 from miles.training.rollout_columns import advantages_of
@@ -15,7 +15,7 @@ from miles.training.schedule import TrainShard
 from miles.utils.errors import UserError
 
 
-class CriticRayActor(TrainRayActor):
+class CriticRayActor(RankActor):
     """Holds this rank's part of the critic and trains it, in the actor's layout.
 
     Args:
@@ -36,6 +36,7 @@ class CriticRayActor(TrainRayActor):
         return folder
 
     def _total_steps(self) -> int:
+        assert self.config.num_rollout is not None
         return self.config.num_rollout * self.config.steps_per_rollout
 
     def _loss(self) -> ScoreFunction:
@@ -57,13 +58,16 @@ class CriticRayActor(TrainRayActor):
             Metrics (critic-train/*, perf/*) on one rank, {} on the others; and on the last pipeline stage those values,
             of each response token of the shard: float32, flat, on the CPU. None elsewhere.
         """
-        watch, columns = self._stopwatch(), {}
+        watch = self._stopwatch()
+        columns: dict[str, torch.Tensor] = {}
         self._begin_training()
         with watch("values"):
             scores = self.trainer.scores(shard)
         if scores is not None:
             (columns["values"],) = scores
-            columns["returns"] = advantages_of(self.config, shard.batch, columns).returns
+            returns = advantages_of(self.config, shard.batch, columns).returns
+            assert returns is not None
+            columns["returns"] = returns
         with watch("critic_train"):
             steps = self.trainer.train(shard, columns)
         metrics = self._step_metrics(steps, watch)

@@ -5,7 +5,6 @@ Megatron's is `miles.backends.megatron_utils.trained_model`. A backend brings th
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from miles.config import RunConfig
-from miles.residency.plan import Move
+from miles.residency.memory import DeviceMemory
+from miles.residency.plan import Region
 from miles.training.packing import PackedBatch
 from miles.training.vocab_parallel import CHUNK_SIZE
 from miles.utils.agreement import Agreement
@@ -24,6 +24,8 @@ Group = Callable[[], dist.ProcessGroup]
 # From the scores [N] of a micro-batch's response tokens, and the micro-batch as the last argument, to its loss and what
 # to collect of it. An actor's scores are log-probability and entropy, a critic's the value.
 ScoreFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# The tags that a device memory knows a trainer's regions by.
+TAGS = {Region.WEIGHTS: "param_buffer", Region.GRADS: "grad_buffer", Region.OPTIMIZER: "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,41 @@ class ProcessGrid:
     pp_group: Group
 
 
+class Groups(Protocol):
+    """The process groups that a sleeping trainer does without. All ranks call a verb together."""
+
+    agreement: Agreement
+
+    @property
+    def alive(self) -> bool:
+        """Whether they exist and can be used."""
+        ...
+
+    def destroy(self) -> None:
+        """Destroy them, once all ranks are here; finishes what an earlier failure left."""
+        ...
+
+    def rebuild(self) -> None:
+        """Build them anew, in the place of the old ones."""
+        ...
+
+    def verify(self) -> None:
+        """Raise RuntimeError where something still holds one that was destroyed."""
+        ...
+
+
+class Masters(Protocol):
+    """Weights of the model from the optimizer's more precise ones. Ranks that share them call it together."""
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The values of a parameter, whose own memory is not touched."""
+        ...
+
+    def rebuild(self) -> None:
+        """Fill all parameters, which are in memory."""
+        ...
+
+
 class TrainedModel(Protocol):
     """One rank's part of a model, its optimizer and its schedule (optimizer steps as units).
 
@@ -94,10 +131,15 @@ class TrainedModel(Protocol):
     grid: ProcessGrid
     pad_multiple: int
 
+    @property
+    def groups(self) -> Groups:
+        """What a sleep may destroy, from `begin` on."""
+        ...
+
     # Weights
 
     def weights(self) -> list[torch.Tensor]:
-        """What a checkpoint has of this rank's model, parameters and buffers, always in one order. Local."""
+        """What a checkpoint has of this rank's model, parameters and buffers, each once, always in one order. Local."""
         ...
 
     def load_hf(self, folder: str) -> None:
@@ -177,10 +219,6 @@ class TrainedModel(Protocol):
         """Zero moments and their step counters: the next step is that of a new optimizer. Local."""
         ...
 
-    def drop_workspaces(self) -> None:
-        """Drop what the model keeps in memory and makes again when it is needed. Local."""
-        ...
-
     # Checkpoints
 
     def save_state(self, folder: Path, with_optimizer: bool) -> None:
@@ -211,30 +249,31 @@ class TrainedModel(Protocol):
         """Whether the checkpoint at `folder` is a critic's. Local."""
         ...
 
+    # Memory: where it is, and its moves, are `TrainerResidency`'s.
 
-class Residency(Protocol):
-    """Where the memory of a rank is. What is made already is not made again: a repeated call finishes what is left."""
+    def build_regions(self, memory: DeviceMemory) -> dict[Region, list[torch.Tensor]]:
+        """Move weights, gradients and the optimizer's state into regions of `memory`, under `TAGS`.
 
-    def move(self, moves: Sequence[Move]) -> dict[str, float]:
-        """Make moves of the planner; returns metrics."""
+        Tensors keep their identity. The optimizer's state exists from here on, zeros before the first step. Gradients
+        are zero.
+
+        Returns:
+            For each region of `TAGS` its memory, flat uint8 tensors: what a move copies.
+        """
         ...
 
-    def sleep(self) -> dict[str, float]:
-        """Leave the GPU; returns metrics."""
+    def lasting_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that must survive a sleep, by a name for messages. Local."""
         ...
 
-    def wake_up(self) -> dict[str, float]:
-        """Come back to the GPU; returns metrics."""
+    def master_weights(self, contents: Callable[[torch.Tensor], torch.Tensor]) -> Masters:
+        """The weights as the optimizer has them; ValueError where it has no others than the model's.
+
+        Args:
+            contents: from a master to its current values, wherever they are: not to be written to.
+        """
         ...
 
-    def offload_grad_buffer(self) -> dict[str, float]:
-        """Drop the gradients ahead of the sleep; returns metrics."""
-        ...
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Within it the trainer is awake; if it was asleep, it sleeps again afterwards."""
-        ...
-
-    def read_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter, or of a buffer of the model, on the device, wherever they are."""
+    def drop_workspaces(self) -> None:
+        """Drop what the model keeps in memory and makes again when it is needed. Local."""
         ...

@@ -17,14 +17,17 @@ _NOTHING = {"_max": -math.inf, "_min": math.inf}
 def of_step(collected: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
     """Brings together what the micro-batches of one step collected, on all ranks of `group`.
 
-    collected: scalars by name; the names are the same in all micro-batches and on all ranks.
+    Args:
+        collected: scalars by name; the names are the same in all micro-batches and on all ranks.
+        group: the ranks that have the step's tokens once together.
     """
     names = sorted(collected[0])
     summed = [name for name in names if not _is_extreme(name)]
     extremes = [name for name in names if _is_extreme(name)]
-    result = {}
+    result: dict[str, float] = {}
     if summed:
-        totals = torch.stack([sum(metrics[name].float() for metrics in collected) for name in summed])
+        zero = torch.tensor(0.0)
+        totals = torch.stack([sum((metrics[name].float() for metrics in collected), zero) for name in summed])
         dist.all_reduce(totals, group=group)
         result |= zip(summed, totals.tolist(), strict=True)
     if extremes:

@@ -45,7 +45,7 @@ def test_sleeping_changes_no_bit(run_ranks, tiny_checkpoint, tmp_path):
 
 
 def test_quantised_workspaces_are_dropped():
-    from miles.backends.megatron_utils.residency import drop_quantized_workspaces
+    from miles.backends.megatron_utils.regions import drop_quantized_workspaces
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0]._fp8_workspaces = {"weight": torch.zeros(4)}  # as Transformer Engine's modules have it

@@ -2,9 +2,9 @@
 
 | region | holds | when it leaves |
 | --- | --- | --- |
-| comm | Megatron's sub process groups | destroyed, built anew on waking |
-| grads | the gradient buffers | dropped, zeroed on waking |
-| weights | the parameter buffers | copied out, or dropped and rebuilt from the masters |
+| comm | process groups that need not stay | destroyed, built anew on waking |
+| grads | the gradients | dropped, zeroed on waking |
+| weights | the parameters | copied out, or dropped and rebuilt from the masters |
 | optimizer | masters and Adam's moments | copied out |
 """
 
@@ -17,12 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.backends.megatron_utils.masters import MasterWeights
-from miles.backends.megatron_utils.model import TrainState
-from miles.backends.megatron_utils.patches.process_groups import SubGroups
-from miles.backends.megatron_utils.regions import TAGS, build_regions
-from miles.backends.megatron_utils.torch_adam import inner_optimizers
-from miles.backends.trainer.caches import empty_caches
+from miles.backends.trainer.protocol import TAGS, TrainedModel
 from miles.config import RunConfig
 from miles.residency.disk_store import DiskStore
 from miles.residency.fingerprint import fingerprint
@@ -63,10 +58,9 @@ class TrainerResidency:
     Args:
         party: who this rank trains: actor or critic.
         policy: what moves where.
-        state: the model and optimizer of this rank.
+        model: what this rank trains.
         memory: the device memory to hold the regions.
         store: where contents go.
-        groups: Megatron's sub process groups.
         check: hash every tensor before a sleep and compare after the wake.
     """
 
@@ -74,18 +68,17 @@ class TrainerResidency:
         self,
         party: Party,
         policy: Policy,
-        state: TrainState,
+        model: TrainedModel,
         memory: DeviceMemory,
         store: Store,
-        groups: SubGroups,
         check: bool,
     ):
-        self.party, self.policy, self.state = party, policy, state
-        self.memory, self.store, self.groups = memory, store, groups
-        self.device = next(state.models[0].parameters()).device
+        self.party, self.policy, self.model = party, policy, model
+        self.memory, self.store, self.groups = memory, store, model.groups
+        self.device = torch.device(model.config.device)
         self.places = {region: place for (owner, region), place in start(policy).items() if owner is party}
-        self.buffers = build_regions(policy, state, memory)
-        self.masters = MasterWeights(state.chunks, state.optimizer, self.read) if policy.rematerialize else None
+        self.buffers = model.build_regions(memory)
+        self.masters = model.master_weights(self.read) if policy.rematerialize else None
         self.moved: list[Moved] = []  # by the last call
         self._agreements = 0  # still to come in the running call
         self._usual_outside = 0  # bytes of tensors outside the regions that no collection could remove
@@ -131,6 +124,7 @@ class TrainerResidency:
         With rematerialisation all data-parallel ranks must call it together while the weights are away.
         """
         if isinstance(parameter, torch.nn.Parameter) and self.places[Region.WEIGHTS] is Place.DROPPED:
+            assert self.masters is not None
             return self.masters.read(parameter)
         return self.read(parameter).to(self.device, non_blocking=True)
 
@@ -179,7 +173,7 @@ class TrainerResidency:
         if self._check and all(self.places[region] is Place.GPU for region in hashed):
             self._fingerprints = self.hash_everything()
         started = time.perf_counter()
-        drop_quantized_workspaces(self.state.models)
+        self.model.drop_workspaces()
         empty_caches(self.device)
         metrics = self._make(moves)
         if self._outside_bytes() > self._usual_outside + GARBAGE_BOUND_BYTES:
@@ -271,6 +265,7 @@ class TrainerResidency:
                     buffer.zero_()
             if move.region is Region.WEIGHTS and move.source is Place.DROPPED:
                 self._agree()
+                assert self.masters is not None
                 self.masters.rebuild()
         except Exception:
             self.memory.release(TAGS[move.region])
@@ -319,16 +314,7 @@ class TrainerResidency:
 
     def hash_everything(self) -> dict[str, int]:
         """A fingerprint of every tensor that must survive a sleep, and of the random states."""
-        tensors = {}
-        for number, model in enumerate(self.state.models):
-            tensors |= {f"chunk {number} {name}": parameter for name, parameter in model.named_parameters()}
-            tensors |= {f"chunk {number} buffer {name}": buffer for name, buffer in _all_buffers(model)}
-        if not self.policy.stream_optimizer:
-            for number, optimizer in enumerate(inner_optimizers(self.state.optimizer)):
-                for index, master in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                    tensors[f"optimizer {number} master {index}"] = master
-                    for name, value in optimizer.state[master].items():
-                        tensors[f"optimizer {number} {name} {index}"] = value
+        tensors = self.model.lasting_tensors()
         tensors["random state"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["random state of the GPU"] = torch.cuda.get_rng_state()
@@ -346,39 +332,29 @@ class TrainerResidency:
         logger.info("--check-residency: %d tensors are bit-equal after the wake", len(after))
 
 
-def build_residency(
-    config: RunConfig, rank: int, state: TrainState, groups: SubGroups, party: Party
-) -> TrainerResidency:
+def build_residency(config: RunConfig, rank: int, model: TrainedModel, party: Party) -> TrainerResidency:
     """The residency of a rank that is built and loaded. Raises ValueError for a disk folder that can't be used."""
     policy = policy_of(config)
     pinned = config.device == "cuda"
+    store: Store
     if policy.target is Place.DISK:
+        assert config.offload_train_disk_dir is not None
         chunk = config.offload_train_disk_chunk_mb * 2**20
         store = DiskStore(config.offload_train_disk_dir, chunk, pinned, name=f"{party} rank {rank}")
     else:
+        assert config.offload_train_keep_host_buffers is not None
         store = HostStore(pinned, config.offload_train_keep_host_buffers, policy.less_on_the_host())
     memory = device_memory(config.device, config.train_memory_margin_bytes, policy.more_room_on_the_gpu())
-    return TrainerResidency(party, policy, state, memory, store, groups, check=config.check_residency)
-
-
-def _all_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers and other tensors that modules hold, also those that no state dict lists (rotary frequencies)."""
-    for name, part in module.named_modules():
-        for key, value in {**vars(part), **part._buffers}.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{key}", value
+    return TrainerResidency(party, policy, model, memory, store, check=config.check_residency)
 
 
 def _key(region: Region, index: int) -> str:
     return f"{region}.{index}"
 
 
-def drop_quantized_workspaces(chunks: list[torch.nn.Module]) -> int:
-    """Drop the FP8 copies of weights that Transformer Engine keeps, and makes again when needed; returns how many."""
-    dropped = 0
-    for part in (part for chunk in chunks for part in chunk.modules()):
-        workspaces = vars(part).get("_fp8_workspaces")
-        if workspaces:
-            dropped += len(workspaces)
-            workspaces.clear()
-    return dropped
+def empty_caches(device: torch.device) -> None:
+    """Give the allocators' cached blocks back, on the GPU and of pinned host memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
