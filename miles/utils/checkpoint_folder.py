@@ -210,12 +210,12 @@ def _faults_without_manifest(folder: Path) -> Iterator[str]:
     for part in (MODEL, REFERENCE):
         if part == REFERENCE and not (folder / part).is_dir():
             continue
-        needed += [f"{part}/metadata.json", f"{part}/.metadata"]
+        needed.append(f"{part}/.metadata")
         index = folder / part / ".metadata"
         content = index.read_bytes() if index.is_file() else b""
         if content and not content.endswith(b"."):  # the last byte of a pickle
             yield f"{part}/.metadata is cut off"
-        # The pickle of torch's names each shard as it is.
+        # The index of torch.distributed.checkpoint, in whose format trainers write, names each shard as it is.
         needed += sorted({f"{part}/{name.decode()}" for name in re.findall(rb"__\d+_\d+\.distcp", content)})
     sizes = [int(path.stem.rpartition("_")[2]) for path in folder.glob(f"{RNG}/rank_*_of_*.pt")]
     needed += [random_state_file(rank, max(sizes)) for rank in range(max(sizes))] if sizes else [f"{RNG}/rank_00000"]
