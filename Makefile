@@ -24,10 +24,10 @@ demo: $(ready)
 	@scripts/run_demo.sh
 
 test: $(ready)
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n 2
 
 test-fast: $(ready)
-	@.venv/bin/python -m pytest -m 'not slow and not real'
+	@.venv/bin/python -m pytest -n 2 -m 'not slow and not real'
 
 test-slow: $(ready)
 	@.venv/bin/python -m pytest -m slow

@@ -10,6 +10,19 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.config import RunConfig
 from miles.utils.arguments import parse_args
 
+# Whoever asks for one of them waits for processes.
+STARTS_PROCESSES = {"engine_server", "run_ranks", "forkserver"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes; keep a file in one of xdist's workers, and all tests of the shared server in one."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & STARTS_PROCESSES:
+            item.add_marker(pytest.mark.real)
+        group = "engine_server" if "engine_server" in fixtures else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:

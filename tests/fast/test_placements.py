@@ -6,6 +6,8 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.engines.client import SGLangClient
 from tests.fast.test_train import ALL_STAY, COLOCATED, assert_same, check_steps, steps_of, train
 
+pytestmark = pytest.mark.real
+
 __all__ = ["train"]  # a fixture
 
 ONE_RANK = ("--actor-num-gpus-per-node", "1")

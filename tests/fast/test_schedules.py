@@ -11,6 +11,8 @@ from miles.rollout.sample_io import load_samples
 from miles.tracking.metrics import describe
 from tests.fast.test_train import RAY_AGENTS, assert_same, steps_of, train
 
+pytestmark = pytest.mark.real
+
 __all__ = ["train"]  # a fixture
 
 SPLIT = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--num-gpus-per-node", "2")

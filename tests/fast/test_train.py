@@ -19,6 +19,8 @@ import pytest
 from miles.backends.sglang_utils.arguments import CPU_MAX_TOTAL_TOKENS
 from miles.tracking.metrics import describe
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 # Rewards that differ within a group, so that there is something to learn.
 REWARD = """

@@ -12,6 +12,8 @@ from miles.ray import cluster
 from miles.utils.errors import UserError
 from miles.utils.network import free_port
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def join(monkeypatch):

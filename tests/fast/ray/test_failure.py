@@ -10,6 +10,8 @@ from miles.config import RunConfig
 from miles.ray.failure import inside, written_down
 from miles.utils.errors import UserError, sentence_of
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def config(tmp_path):

@@ -13,6 +13,8 @@ from miles.ray.lazy_actor import ActorClient
 from miles.ray.train import group
 from miles.utils.errors import one_line, sentence_of
 
+pytestmark = pytest.mark.real
+
 # Importable in the actors' processes only, as Megatron's and SGLang's classes are meant to be.
 MODULE = '''
 import asyncio

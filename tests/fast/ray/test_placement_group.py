@@ -11,6 +11,8 @@ from miles.ray.cluster import num_bundles
 from miles.ray.placement_group import ENGINE_SHARE, TRAINER_SHARE, Bundle, assign, create_placement_groups
 from miles.utils.arguments import parse_args
 
+pytestmark = pytest.mark.real
+
 COLOCATE = ("--colocate", "--no-offload-train", "--no-offload-rollout")
 PAIRS, FOURS = (("--rollout-num-gpus-per-engine", size) for size in "24")
 CPUS = 4  # of the tests' Ray

@@ -55,7 +55,7 @@ def test_random_runs_with_failures(a_policy, steps, failures):
     simulate(a_policy, steps, failures)
 
 
-@pytest.mark.parametrize("a_policy", LEGAL[::7], ids=repr)
+@pytest.mark.parametrize("a_policy", LEGAL[::7])
 def test_sleep_and_wake_up_mirror_each_other(a_policy):
     places = start(a_policy)
     for party in (ACTOR, CRITIC):

@@ -10,6 +10,8 @@ import pytest
 from miles.training.advantages import ESTIMATORS
 from miles.utils.arguments import parse_args
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = runpy.run_path(str(ROOT / "scripts/run_estimators.py"))
 

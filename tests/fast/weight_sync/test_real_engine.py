@@ -26,6 +26,8 @@ from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import TrainerRank, WeightUpdater
 from tests.fast.weight_sync.conftest import StageModel, alone, sync_settings
 
+pytestmark = pytest.mark.real
+
 TENSORS = 2 * 11 + 2
 
 

@@ -6,6 +6,8 @@ import pytest
 from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.server_process import ServerDied
 
+pytestmark = pytest.mark.real
+
 
 def test_a_server_that_cannot_start_raises_with_its_log_and_is_gone(engine_config, tmp_path):
     config = engine_config.model_copy(update={"hf_checkpoint": str(tmp_path / "nothing"), "run_dir": str(tmp_path)})

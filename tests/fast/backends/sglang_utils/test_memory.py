@@ -17,6 +17,8 @@ from miles.weight_sync.bucket import handle
 from miles.weight_sync.session import UpdateSession
 from tests.fast.weight_sync.test_bucket import bucket_of
 
+pytestmark = pytest.mark.real
+
 LAYERS, TOKENS = 2, 250_000
 PROMPTS = [list(b"12+34="), list(b"the quick brown fox")]
 MB = 1e6

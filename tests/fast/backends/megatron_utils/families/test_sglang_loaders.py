@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from miles.backends.megatron_utils.families import FAMILIES, family_for
 from miles.hf.config import load_hf_config
 
+pytestmark = pytest.mark.real
+
 HELPER = Path(__file__).parent / "sglang_loaders.py"
 SIZES = dict(
     vocab_size=64,  # What SGLang pads vocabularies to.
