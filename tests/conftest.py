@@ -10,18 +10,19 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.config import RunConfig
 from miles.utils.arguments import parse_args
 
-# Whoever asks for one of them waits for processes.
-STARTS_PROCESSES = {"engine_server", "run_ranks", "forkserver"}
+# Fixtures that start processes; tests of one that is shared belong in one of xdist's workers, or it is started twice.
+SHARED = ("engine_server", "local_ray")
+STARTS_PROCESSES = {*SHARED, "forkserver", "run_ranks"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes; keep a file in one of xdist's workers, and all tests of the shared server in one."""
+    """Mark what starts processes; tests of a file, and those of a shared server, go to one worker."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & STARTS_PROCESSES:
             item.add_marker(pytest.mark.real)
-        group = "engine_server" if "engine_server" in fixtures else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        groups = [name for name in SHARED if name in fixtures] or [str(item.path)]
+        item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 @pytest.fixture(scope="session")
