@@ -1,26 +1,8 @@
 """Sizes that follow from the fields."""
 
-from dataclasses import dataclass
-
+from miles.hf.parallel import ParallelSizes
 from miles.hf.shape import model_shape
 from miles.training.advantages import ESTIMATORS, Estimator
-
-
-@dataclass(frozen=True)
-class ParallelSizes:
-    """How the trainer's ranks share the work; world = tp * pp * cp * dp.
-
-    tp: ranks that split a layer, pp: the stack of layers, cp: the sequence, ep: the experts, etp: one expert; dp:
-    copies that split the batch.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False
 
 
 class Layout:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -11,7 +11,8 @@ from miles.config.names import flag_of
 from miles.config.paths import ModelFolder
 from miles.config.section import Derived, Rule, Section, derives, rule
 from miles.config.values import Values
-from miles.hf.shape import experts_of, model_shape
+from miles.hf.families import ModelShape, shape_of
+from miles.hf.shape import model_shape
 
 _STAGES = OnlyWith("--pipeline-model-parallel-size above 1")
 
@@ -69,14 +70,14 @@ def _expert_tensor_parallel(v: Values) -> Iterator[Derived]:
             yield "expert_tensor_parallel_size", v.tensor_model_parallel_size, "--tensor-model-parallel-size"
 
 
-def _of_the_model(rule: Callable[[Values, dict[str, Any]], Iterator[str]]) -> Rule:
+def _of_the_model(rule: Callable[[Values, ModelShape], Iterator[str]]) -> Rule:
     """A rule about the model: it is asked with config.json, where that can be read (another rule complains if not)."""
 
     @functools.wraps(rule)
     def ask(v: Values) -> Iterator[str]:
-        shape = model_shape(v.hf_checkpoint)
-        if shape is not None and v.needs_trainer:
-            yield from rule(v, shape)
+        fields = model_shape(v.hf_checkpoint)
+        if fields is not None and v.needs_trainer:
+            yield from rule(v, shape_of(fields))
 
     return ask
 
@@ -114,20 +115,14 @@ def _experts_in_world(v: Values) -> Iterator[str]:
 
 @rule
 @_of_the_model
-def _heads(v: Values, shape: dict[str, Any]) -> Iterator[str]:
-    size = v.tensor_model_parallel_size
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if shape.get(key) and shape[key] % size:
-            yield (
-                f"--tensor-model-parallel-size {size} does not divide the model's {key} {shape[key]}; choose a divisor "
-                "of it"
-            )
+def _parallel_sizes(v: Values, shape: ModelShape) -> Iterator[str]:
+    yield from shape.layout_problems(v.parallel_sizes)
 
 
 @rule
 @_of_the_model
-def _layers(v: Values, shape: dict[str, Any]) -> Iterator[str]:
-    layers, stages = shape.get("num_hidden_layers"), v.pipeline_model_parallel_size
+def _layers(v: Values, shape: ModelShape) -> Iterator[str]:
+    layers, stages = shape.fields.get("num_hidden_layers"), v.pipeline_model_parallel_size
     if not layers or stages == 1:
         return
     first, last = v.decoder_first_pipeline_num_layers, v.decoder_last_pipeline_num_layers
@@ -168,36 +163,12 @@ def _layers(v: Values, shape: dict[str, Any]) -> Iterator[str]:
 
 @rule
 @_of_the_model
-def _experts(v: Values, shape: dict[str, Any]) -> Iterator[str]:
-    experts, size = experts_of(shape), v.expert_model_parallel_size
-    if size > 1 and not experts:
-        yield f"--expert-model-parallel-size {size} needs a model with experts, this one has none; leave it out"
-    elif experts % size:
-        yield f"--expert-model-parallel-size {size} does not divide the model's {experts} experts; choose a divisor"
-    if experts:
+def _without_experts(v: Values, shape: ModelShape) -> Iterator[str]:
+    if shape.num_experts:
         return
     tensor = v.expert_tensor_parallel_size
-    if size == 1 and tensor != v.tensor_model_parallel_size:
+    if v.expert_model_parallel_size == 1 and tensor != v.tensor_model_parallel_size:
         yield f"--expert-tensor-parallel-size {tensor} needs a model with experts, this one has none; leave it out"
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if getattr(v, name):
             yield f"{flag_of(name)} {getattr(v, name)} needs a model with experts, this one has none; leave it out"
-
-
-@rule
-@_of_the_model
-def _needs_sequence_parallel(v: Values, shape: dict[str, Any]) -> Iterator[str]:
-    """Megatron computes some gradients of these models wrongly otherwise, or refuses in the middle of a step."""
-    if v.tensor_model_parallel_size == 1 or v.sequence_parallel:
-        return
-    for kind, found in (
-        ("experts", experts_of(shape)),
-        ("latent attention", shape.get("kv_lora_rank")),
-        ("gated delta nets", shape.get("linear_num_key_heads")),
-    ):
-        if found:
-            yield (
-                f"--tensor-model-parallel-size {v.tensor_model_parallel_size} of a model with {kind} needs "
-                "--sequence-parallel: some gradients would be wrong without; add it"
-            )
-            return

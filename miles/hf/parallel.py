@@ -1,4 +1,4 @@
-"""Where a rank stands among the ranks that hold one model together."""
+"""How a trainer's ranks share a model, and where one of them stands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How the trainer's ranks share the work; world = tp * pp * cp * dp.
+
+    tp: ranks that split a layer, pp: the stack of layers, cp: the sequence, ep: the experts, etp: one expert; dp:
+    copies that split the batch.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
 
 type Group = Callable[[], ProcessGroup]
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 
 def read_config_json(folder: str | Path) -> Any:
     """What config.json of a Hugging Face checkpoint holds.
@@ -16,15 +14,24 @@ def read_config_json(folder: str | Path) -> Any:
     return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
 
 
+def end_ids_said(folder: str | Path) -> set[int]:
+    """The ids that end a response by config.json and generation_config.json."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(folder, name)
+        if path.is_file():
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ids
+
+
 def model_shape(folder: str | Path) -> dict[str, Any] | None:
-    """What config.json says of the language model; None where it cannot be read, which a rule of the flag says."""
+    """What config.json says of the language model, for `families.shape_of` for example.
+
+    None where it cannot be read, which a rule of the flag says.
+    """
     try:
         shape = read_config_json(folder)
     except (OSError, ValueError):
         return None
     return shape.get("text_config", shape) if isinstance(shape, dict) else None
-
-
-def experts_of(shape: dict[str, Any]) -> int:
-    """Experts of one layer of a model; 0 for a dense one."""
-    return next((shape[key] for key in EXPERT_COUNTS if shape.get(key)), 0)

@@ -1,6 +1,5 @@
 """What an engine answered for a sample, checked, and how it extends the sample."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from miles.hf.shape import end_ids_said
 from miles.utils.array_list import ArrayList, as_array
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -128,10 +128,4 @@ def without_end(
 
 def end_token_ids(checkpoint: str | Path, tokenizer: Any) -> frozenset[int]:
     """The ids that end a response: those of config.json and generation_config.json, and the tokenizer's `eos_token`."""
-    ids = {tokenizer.eos_token_id}
-    for name in ("config.json", "generation_config.json"):
-        path = Path(checkpoint) / name
-        if path.is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [value])
-    return frozenset(ids - {None})
+    return frozenset({tokenizer.eos_token_id, *end_ids_said(checkpoint)} - {None})

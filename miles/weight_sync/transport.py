@@ -49,8 +49,9 @@ class TransportSetup:
 class Transport:
     """Brings buckets into some of the engines. All trainer ranks make the same calls, in the order below.
 
-    `begin` once in an update; for each bucket `prepare`, `send`, `wait`; at the end `end`. If anything fails on any
-    rank, `abandon` on all of them instead of what is left, after which `begin` starts afresh. Here they do nothing.
+    `begin` once in an update; for each bucket `prepare`, `wait` for the one that was sent before, `send`; at the end
+    `wait` and `end`. If anything fails on any rank, `abandon` on all of them instead of what is left, after which
+    `begin` starts afresh. Here they do nothing.
 
     One is built on every trainer rank, together: it may create process groups.
 

@@ -1,12 +1,12 @@
 """An SGLang server that somebody else runs (--rollout-external-engine-addrs): looked at, never started or ended."""
 
 import importlib.metadata
-import json
 from pathlib import Path
 
 from miles.config import RunConfig
 from miles.config.sglang_args import has_draft
 from miles.engines.client import SGLangClient, SGLangError
+from miles.hf.shape import read_config_json
 from miles.utils.errors import UserError
 
 # Keys of config.json that say nothing about the model.
@@ -91,11 +91,10 @@ def _server_problems(config: RunConfig, info: dict) -> list[str]:
 
 def _model_problems(checkpoint: str, model: dict) -> list[str]:
     """How the model of a server differs from `checkpoint`; its folder may be unreadable here, on another machine."""
-    ours = json.loads((Path(checkpoint) / "config.json").read_text())
+    ours = read_config_json(checkpoint)
     theirs = {"architectures": model["architectures"], "model_type": model["model_type"]}
-    file = Path(model["model_path"]) / "config.json"
-    if file.is_file():
-        theirs = json.loads(file.read_text())
+    if (Path(model["model_path"]) / "config.json").is_file():
+        theirs = read_config_json(model["model_path"])
     else:
         ours = {name: ours.get(name) for name in theirs}
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

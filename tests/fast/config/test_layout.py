@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from miles.config.layout import ParallelSizes
 from miles.config.resolve import resolve
+from miles.hf.parallel import ParallelSizes
 
 TP2, PP2 = {"tensor_model_parallel_size": "2"}, {"pipeline_model_parallel_size": "2"}
 EP2 = {"expert_model_parallel_size": "2"}

@@ -7,6 +7,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from miles.hf.families import shape_of
 from miles.hf.flops import ForwardFlops, checkpoint_flops, forward_flops
 
 SIZES = dict(
@@ -82,7 +83,7 @@ def weights_met(config: PreTrainedConfig) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_that_a_token_meets(name):
     config = hf_config(name)
-    flops = forward_flops(config.to_dict())
+    flops = forward_flops(shape_of(config.to_dict()))
     assert flops.per_token == 2 * weights_met(config)
     assert flops.per_response_token == 2 * 64 * 251
 
@@ -104,12 +105,12 @@ def test_as_torch_counts_a_pass(name, tmp_path):
 
 def test_pairs_of_each_kind_of_layer():
     full = 2 * 4 * 2 * 24
-    assert forward_flops(hf_config("windows").to_dict()).per_pair == {None: 2 * full, 16: 2 * full}
-    assert forward_flops(hf_config("latent").to_dict()).per_pair == {None: 4 * 2 * 4 * (12 + 8 + 10)}
-    assert forward_flops(hf_config("delta nets").to_dict()).per_pair == {None: 2 * 4 * 2 * 16}
-    assert set(forward_flops(hf_config("llama 4").to_dict()).per_pair) == {None, 32}
+    assert forward_flops(shape_of(hf_config("windows").to_dict())).per_pair == {None: 2 * full, 16: 2 * full}
+    assert forward_flops(shape_of(hf_config("latent").to_dict())).per_pair == {None: 4 * 2 * 4 * (12 + 8 + 10)}
+    assert forward_flops(shape_of(hf_config("delta nets").to_dict())).per_pair == {None: 2 * 4 * 2 * 16}
+    assert set(forward_flops(shape_of(hf_config("llama 4").to_dict())).per_pair) == {None, 32}
     mistral = transformers.MistralConfig(**SIZES, sliding_window=8)
-    assert forward_flops(mistral.to_dict()).per_pair == {8: 4 * 2 * 4 * 2 * 16}
+    assert forward_flops(shape_of(mistral.to_dict())).per_pair == {8: 4 * 2 * 4 * 2 * 16}
 
 
 def test_work_of_samples_by_hand():

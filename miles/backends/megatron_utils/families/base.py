@@ -12,9 +12,10 @@ from miles.backends.megatron_utils.parts.attention import AttentionOptions
 from miles.backends.megatron_utils.parts.norms import RMSNorm
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of, rope_problems
 from miles.backends.megatron_utils.parts.specs import dense_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import EMBEDDING, HEAD, Entry, norm_entry
+from miles.hf.families import ModelShape, shape_of
 from miles.hf.layouts import Gated, Qkv, Row, Vocab
+from miles.hf.parallel import ParallelSizes
 from miles.utils.errors import UserError
 
 
@@ -31,6 +32,14 @@ class Family:
     final_norm: type = RMSNorm
     qkv_bias = False
     qk_norm = False
+
+    def shape(self, hf_config: PreTrainedConfig) -> ModelShape:
+        """What config.json says, in the words of all families."""
+        return shape_of(hf_config.to_dict())
+
+    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
+        """Whether the global `layer` has experts or a dense MLP."""
+        return self.shape(hf_config).has_experts(layer)
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
         """What Megatron cannot express in `hf_config`: each the field, its value and what is taken."""
@@ -63,9 +72,7 @@ class Family:
 
     def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
         """The parallel sizes that this model cannot have, each with the way out."""
-        if sizes.ep == 1:
-            return []
-        return [f"--expert-model-parallel-size {sizes.ep} needs a model with experts, this one has none; leave it out"]
+        return self.shape(hf_config).layout_problems(sizes)
 
     def check_layout(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> None:
         """Refuse parallel sizes that this model cannot have. Raises ValueError with every reason."""
@@ -82,8 +89,8 @@ class Family:
         return hf_config.intermediate_size
 
     def head_dim(self, hf_config: PreTrainedConfig) -> int:
-        """Width of one attention head; Hugging Face derives it where config.json does not give it."""
-        return hf_config.to_dict().get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
+        """Width of one attention head."""
+        return self.shape(hf_config).head_dim
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         """TransformerConfig fields that describe the model; parallelism, precision and dropout are the caller's."""

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from miles.backends.megatron_utils.families.base import Family
 from miles.backends.megatron_utils.families.experts import (
     expert_entries,
-    expert_layout_problems,
     gated_entries,
     sigmoid_router,
     sigmoid_router_problems,
@@ -18,7 +17,6 @@ from miles.backends.megatron_utils.families.experts import (
 from miles.backends.megatron_utils.parts.mla import mla_spec
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of
 from miles.backends.megatron_utils.parts.specs import dense_layer, moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.layouts import Column, Replicated, Row
 
@@ -58,17 +56,6 @@ class DeepseekV3(Family):
             "topk_method": ("noaux_tc", None),
             "moe_layer_freq": (1, None),
         }
-
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        # Tensor parallelism without sequence parallelism is among them.
-        found, heads = expert_layout_problems(hf_config.n_routed_experts, sizes), hf_config.num_attention_heads
-        if heads % sizes.tp:
-            found.append(f"--tensor-model-parallel-size {sizes.tp} does not divide its {heads} heads; choose a divisor")
-        return found
-
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        """Whether the global `layer` has experts or a dense MLP."""
-        return layer >= hf_config.first_k_dense_replace
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         key_size = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim

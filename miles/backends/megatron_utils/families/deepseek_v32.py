@@ -34,9 +34,6 @@ class DeepseekV32(DeepseekV3):
             "rope_interleave": (True, None),
         }
 
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        return hf_config.mlp_layer_types[layer] == "sparse"
-
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return super().transformer_config(hf_config) | dict(
             dsa_indexer_n_heads=hf_config.index_n_heads,

@@ -1,26 +1,13 @@
-"""What families with experts have in common: their weights, a router, and the parallel sizes that they can have."""
+"""What families with experts have in common: their weights and a router."""
 
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry
 from miles.hf.layouts import Gated, Row
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
-
-
-def expert_layout_problems(experts: int, sizes: ParallelSizes) -> list[str]:
-    """The parallel sizes that a model with `experts` experts in a layer cannot have."""
-    found = []
-    if experts % sizes.ep:
-        found.append(f"--expert-model-parallel-size {sizes.ep} does not divide its {experts} experts; choose a divisor")
-    if sizes.tp > 1 and not sizes.sequence_parallel:
-        found.append(
-            f"--tensor-model-parallel-size {sizes.tp} of a model with experts needs --sequence-parallel; add it"
-        )
-    return found
 
 
 def gated_entries(

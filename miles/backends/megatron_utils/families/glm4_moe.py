@@ -9,13 +9,11 @@ from transformers import PreTrainedConfig
 from miles.backends.megatron_utils.families.base import Family
 from miles.backends.megatron_utils.families.experts import (
     expert_entries,
-    expert_layout_problems,
     gated_entries,
     sigmoid_router,
     sigmoid_router_problems,
 )
 from miles.backends.megatron_utils.parts.specs import dense_layer, moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.layouts import Replicated
 
@@ -37,9 +35,6 @@ class Glm4Moe(Family):
     def has_qkv_bias(self, hf_config: PreTrainedConfig) -> bool:
         return hf_config.attention_bias
 
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        return expert_layout_problems(hf_config.n_routed_experts, sizes)
-
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return {
             **super().transformer_config(hf_config),
@@ -51,14 +46,14 @@ class Glm4Moe(Family):
         }
 
     def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
-        build = moe_layer if layer >= hf_config.first_k_dense_replace else dense_layer
+        build = moe_layer if self.has_experts(hf_config, layer) else dense_layer
         return build(megatron_config, self.attention_options(hf_config, layer))
 
     def layer_entries(
         self, hf_config: PreTrainedConfig, layer: int, hf: str, megatron: str, ep_size: int
     ) -> list[Entry]:
         attention = self.attention_entries(hf_config, hf, megatron)
-        if layer < hf_config.first_k_dense_replace:
+        if not self.has_experts(hf_config, layer):
             return attention + self.mlp_entries(hf_config, hf, megatron)
         hidden, experts, ffn = hf_config.hidden_size, hf_config.n_routed_experts, hf_config.moe_intermediate_size
         gate, shared = hf + "mlp.gate.", hf_config.n_shared_experts * ffn

@@ -12,6 +12,3 @@ class Glm4MoeLite(DeepseekV3):
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
         return super().problems(hf_config) + mlp_layer_type_problems(hf_config)
-
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        return hf_config.mlp_layer_types[layer] == "sparse"

@@ -8,11 +8,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family, layer_type_problems, layer_window
-from miles.backends.megatron_utils.families.experts import expert_layout_problems
 from miles.backends.megatron_utils.parts.attention import AttentionOptions
 from miles.backends.megatron_utils.parts.expert_row import ExpertRow
 from miles.backends.megatron_utils.parts.specs import moe_layer, moe_mlp
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.expert_layouts import FusedDown, FusedGateUp
 from miles.hf.layouts import Column, Replicated
@@ -41,15 +39,6 @@ class GptOss(Family):
             found.append(
                 "MXFP4 weights cannot be trained: convert them to bf16 (AutoModelForCausalLM.from_pretrained(folder, "
                 "quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained) and name that folder"
-            )
-        return found
-
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        found = expert_layout_problems(hf_config.num_local_experts, sizes)
-        if sizes.etp > 1:
-            found.append(
-                f"--expert-tensor-parallel-size {sizes.etp} would split experts, which Megatron cannot do where they "
-                "have biases; give 1, and share experts out by --expert-model-parallel-size"
             )
         return found
 

@@ -10,11 +10,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family
-from miles.backends.megatron_utils.families.experts import expert_layout_problems, gated_entries
+from miles.backends.megatron_utils.families.experts import gated_entries
 from miles.backends.megatron_utils.parts.attention import AttentionOptions
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of
 from miles.backends.megatron_utils.parts.specs import dense_layer, moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.expert_layouts import FusedDown, FusedGateUp
 from miles.hf.layouts import Replicated
@@ -38,16 +37,11 @@ class Llama4(Family):
     def ignored_prefixes(self, hf_config: PreTrainedConfig) -> tuple[str, ...]:
         return (*super().ignored_prefixes(hf_config), "vision_model.", "multi_modal_projector.")
 
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        if not hf_config.moe_layers:
-            return super().layout_problems(hf_config, sizes)
-        return expert_layout_problems(hf_config.num_local_experts, sizes)
-
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         fields = super().transformer_config(hf_config) | dict(
             ffn_hidden_size=hf_config.intermediate_size_mlp, qk_l2_norm=hf_config.use_qk_norm
         )
-        if not hf_config.moe_layers:
+        if not self.shape(hf_config).num_experts:
             return fields
         return fields | dict(
             num_moe_experts=hf_config.num_local_experts,
@@ -72,7 +66,7 @@ class Llama4(Family):
         )
 
     def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
-        build = moe_layer if layer in hf_config.moe_layers else dense_layer
+        build = moe_layer if self.has_experts(hf_config, layer) else dense_layer
         # Hugging Face norms behind the rotation, which keeps the length.
         norm = L2Norm if hf_config.use_qk_norm and hf_config.no_rope_layers[layer] else IdentityOp
         return build(megatron_config, self.attention_options(hf_config, layer), q_norm=norm, k_norm=norm)
@@ -94,7 +88,7 @@ class Llama4(Family):
             *self.attention_entries(hf_config, hf, megatron),
             norm_entry(megatron + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", hidden),
         ]
-        if layer not in hf_config.moe_layers:
+        if not self.has_experts(hf_config, layer):
             return found + gated_entries(forward, mlp, hidden, hf_config.intermediate_size_mlp)
 
         def fused(kind, part: str, name: str, *shape: int) -> Entry:

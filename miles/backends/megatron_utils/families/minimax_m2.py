@@ -7,11 +7,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family
-from miles.backends.megatron_utils.families.experts import expert_entries, expert_layout_problems
+from miles.backends.megatron_utils.families.experts import expert_entries
 from miles.backends.megatron_utils.parts.full_norm import FullKNorm, FullQNorm
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of
 from miles.backends.megatron_utils.parts.specs import moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.layouts import Replicated
 
@@ -58,9 +57,6 @@ class MiniMaxM2(Family):
     def ignored_prefixes(self, hf_config: PreTrainedConfig) -> tuple[str, ...]:
         first, further = hf_config.num_hidden_layers, hf_config.to_dict().get("num_mtp_modules") or 0
         return tuple(f"model.layers.{layer}." for layer in range(first, first + further))
-
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        return expert_layout_problems(hf_config.num_local_experts, sizes)
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return super().transformer_config(hf_config) | dict(

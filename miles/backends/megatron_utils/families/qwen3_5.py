@@ -90,9 +90,6 @@ class Qwen3_5Moe(Qwen3_5):
             found.append("num_experts_per_tok=1 (taken: 2 or more, as their scores add up to one)")
         return found
 
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        return True
-
     def ffn_size(self, hf_config: PreTrainedConfig) -> int:
         return hf_config.moe_intermediate_size
 

@@ -7,9 +7,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family
-from miles.backends.megatron_utils.families.experts import expert_entries, expert_layout_problems
+from miles.backends.megatron_utils.families.experts import expert_entries
 from miles.backends.megatron_utils.parts.specs import dense_layer, moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.layouts import Replicated
 
@@ -30,9 +29,6 @@ class Qwen3Moe(Family):
             found.append("norm_topk_prob=True with num_experts_per_tok=1 (taken: False, or more experts a token)")
         return found
 
-    def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        return expert_layout_problems(hf_config.num_experts, sizes)
-
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return super().transformer_config(hf_config) | dict(
             num_moe_experts=hf_config.num_experts,
@@ -41,10 +37,6 @@ class Qwen3Moe(Family):
             # The softmax of the chosen scores is the softmax of all, divided by the sum of the chosen.
             moe_router_pre_softmax=not hf_config.norm_topk_prob,
         )
-
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        """Whether the global `layer` has experts or a dense MLP."""
-        return layer not in hf_config.mlp_only_layers and (layer + 1) % hf_config.decoder_sparse_step == 0
 
     def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
         build = moe_layer if self.has_experts(hf_config, layer) else dense_layer

@@ -10,13 +10,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family
-from miles.backends.megatron_utils.families.experts import expert_entries, expert_layout_problems, gated_entries
+from miles.backends.megatron_utils.families.experts import expert_entries, gated_entries
 from miles.backends.megatron_utils.parts.gated_delta_net import gated_delta_net_spec, kernel_problems
 from miles.backends.megatron_utils.parts.norms import PlusOneNorm
 from miles.backends.megatron_utils.parts.specs import attention_spec, dense_layer, moe_layer
-from miles.config.layout import ParallelSizes
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.layouts import Column, Qkv, Replicated, Row, Sections
+from miles.hf.parallel import ParallelSizes
 
 LAYER_TYPES = {"full_attention", "linear_attention"}
 
@@ -66,28 +66,7 @@ class GatedDeltaFamily(Family):
         return ("mtp.",)
 
     def layout_problems(self, hf_config: PreTrainedConfig, sizes: ParallelSizes) -> list[str]:
-        found, heads = kernel_problems(), hf_config.linear_num_key_heads
-        if heads % (sizes.tp * sizes.cp):
-            found.append(
-                f"--tensor-model-parallel-size {sizes.tp} times --context-parallel-size {sizes.cp} does not divide "
-                f"linear_num_key_heads={heads}; choose sizes whose product does"
-            )
-        if self.has_any_experts(hf_config):
-            return found + expert_layout_problems(hf_config.num_experts, sizes)
-        if sizes.tp > 1 and not sizes.sequence_parallel:
-            found.append(
-                f"--tensor-model-parallel-size {sizes.tp} of a model with gated delta nets needs --sequence-parallel; "
-                "add it"
-            )
-        return found + super().layout_problems(hf_config, sizes)
-
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        """Whether the global `layer` has experts or a dense MLP."""
-        return False
-
-    def has_any_experts(self, hf_config: PreTrainedConfig) -> bool:
-        """Whether one of its layers has experts."""
-        return any(self.has_experts(hf_config, layer) for layer in range(hf_config.num_hidden_layers))
+        return kernel_problems() + super().layout_problems(hf_config, sizes)
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         fields = super().transformer_config(hf_config) | dict(
@@ -98,7 +77,7 @@ class GatedDeltaFamily(Family):
             linear_num_key_heads=hf_config.linear_num_key_heads,
             linear_num_value_heads=hf_config.linear_num_value_heads,
         )
-        if not self.has_any_experts(hf_config):
+        if not self.shape(hf_config).num_experts:
             return fields
         return fields | dict(
             num_moe_experts=hf_config.num_experts,
@@ -206,10 +185,6 @@ class Qwen3Next(GatedDeltaFamily):
         if hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
             found.append("norm_topk_prob=True with num_experts_per_tok=1 (taken: False, or more experts a token)")
         return found
-
-    def has_experts(self, hf_config: PreTrainedConfig, layer: int) -> bool:
-        sparse = hf_config.num_experts > 0 and (layer + 1) % hf_config.decoder_sparse_step == 0
-        return sparse and layer not in hf_config.mlp_only_layers
 
     def normalizes_scores(self, hf_config: PreTrainedConfig) -> bool:
         return hf_config.norm_topk_prob

@@ -6,8 +6,8 @@ import pytest
 from transformers import DeepseekV3Config
 
 from miles.backends.megatron_utils.families import family_for
-from miles.config.layout import ParallelSizes
 from miles.hf.config import load_hf_config
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
 
 DEEPSEEK = SIZES | dict(
@@ -113,7 +113,7 @@ def test_layouts():
     family.check_layout(config, ParallelSizes(tp=2, ep=4, cp=2, sequence_parallel=True))
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 .* needs --sequence-parallel"):
         family.check_layout(config, ParallelSizes(tp=2))
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 8 does not divide its 4 heads"):
+    with pytest.raises(ValueError, match="-size 8 does not divide the model's num_attention_heads 4"):
         family.check_layout(config, ParallelSizes(tp=8, sequence_parallel=True))
     with pytest.raises(ValueError, match="--expert-model-parallel-size 3"):
         family.check_layout(config, ParallelSizes(ep=3))

@@ -4,7 +4,7 @@ import pytest
 from transformers import Glm4MoeConfig
 
 from miles.backends.megatron_utils.families import family_for
-from miles.config.layout import ParallelSizes
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
 
 GLM = SIZES | dict(

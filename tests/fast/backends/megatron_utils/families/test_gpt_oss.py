@@ -11,8 +11,8 @@ from transformers import GptOssConfig
 
 from miles.backends.megatron_utils.families import family_for, gpt_oss
 from miles.backends.megatron_utils.parts import attention
-from miles.config.layout import ParallelSizes
 from miles.hf.expert_layouts import FusedDown, FusedGateUp
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families import parity
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, measure, prepare
 

@@ -9,9 +9,9 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4Tex
 
 from miles.backends.megatron_utils.families import family_for, llama4
 from miles.backends.megatron_utils.hf_weights import check_names_and_shapes
-from miles.config.layout import ParallelSizes
 from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families import parity
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, measure, prepare
 

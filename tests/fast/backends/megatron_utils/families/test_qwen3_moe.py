@@ -2,7 +2,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from miles.backends.megatron_utils.families import family_for
-from miles.config.layout import ParallelSizes
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
 
 MOE = SIZES | dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
@@ -31,7 +31,7 @@ def test_refused():
     family = family_for(config)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 of a model with experts needs --sequence-par"):
         family.check_layout(config, ParallelSizes(tp=2))
-    with pytest.raises(ValueError, match="--expert-model-parallel-size 3 does not divide its 8 experts"):
+    with pytest.raises(ValueError, match="--expert-model-parallel-size 3 does not divide the model's 8 experts"):
         family.check_layout(config, ParallelSizes(ep=3))
     family.check_layout(config, ParallelSizes(tp=2, ep=4, sequence_parallel=True))
     config.num_experts_per_tok, config.norm_topk_prob = 1, True

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from miles.backends.megatron_utils.families import family_for
-from miles.config.layout import ParallelSizes
 from miles.hf.config import load_hf_config
+from miles.hf.parallel import ParallelSizes
 from tests.fast.backends.megatron_utils.families.parity import SIZES, check_controls, check_parity, prepare
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -148,7 +148,7 @@ def test_what_the_whole_model_says_counts(tmp_path):
     ("sizes", "named"),
     [
         (ParallelSizes(tp=2), "needs --sequence-parallel"),
-        (ParallelSizes(tp=2, cp=2, sequence_parallel=True), "does not divide linear_num_key_heads=2"),
+        (ParallelSizes(tp=2, cp=2, sequence_parallel=True), "does not divide the model's linear_num_key_heads 2"),
         (ParallelSizes(ep=3), "--expert-model-parallel-size 3"),
     ],
 )
