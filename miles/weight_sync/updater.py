@@ -1,9 +1,7 @@
 """Brings the trainer's weights into the engines, in lockstep on all trainer ranks."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch.distributed as dist
 
 from miles.engines.client import SGLangClient
 from miles.utils.agreement import Agreement
+from miles.utils.stopwatch import Stopwatch
 from miles.weight_sync.background import BackgroundLoop
 from miles.weight_sync.bucket import empty_bucket
 from miles.weight_sync.check import SentHashes, compare
@@ -135,14 +134,14 @@ class WeightUpdater:
                 for number, engine in enumerate(self.engines)
                 if engine.lead == self.rank
             }
-            timer = _Timer()
+            watch = Stopwatch()
             try:
-                with timer("session"):
+                with watch("session"):
                     self._together(lambda: loop.run([session.open() for session in sessions.values()]))
-                self._send_all(link, sessions, self.transports, timer)
+                self._send_all(link, sessions, self.transports, watch)
                 if self.hashes is not None:
                     self._check(link, list(sessions), self.hashes)
-                with timer("session"):
+                with watch("session"):
                     self._together(lambda: _finish(loop, sessions.values(), buckets))
             finally:
                 loop.run([session.release() for session in sessions.values()])
@@ -155,8 +154,8 @@ class WeightUpdater:
             "perf/update_weights_bytes": sent_bytes,
             "perf/update_weights_tensors": len(self._names()),
             "perf/update_weights_gb_per_s": sent_bytes / seconds / 1e9,
-            "perf/update_weights_session_time": timer.seconds["session"],
-            "perf/update_weights_wait_time": timer.seconds["wait"],
+            "perf/update_weights_session_time": watch.seconds["session"],
+            "perf/update_weights_wait_time": watch.seconds["wait"],
         }
 
     def close(self) -> None:
@@ -188,7 +187,7 @@ class WeightUpdater:
         link: Link,
         sessions: dict[int, UpdateSession],
         transports: list[Transport],
-        timer: "_Timer",
+        watch: Stopwatch,
     ) -> None:
         """Every bucket through every transport; the next one is made while engines take the last.
 
@@ -203,13 +202,13 @@ class WeightUpdater:
             for bucket in self.gatherer.buckets:
                 if taken + bucket.capacity + bucket.scratch > 2 * self.settings.buffer_size:
                     # Too large to be made beside the last one, in whose place it would not fit.
-                    with timer("wait"):
+                    with watch("wait"):
                         self._together(*waits)
                     flat = None
                     self._empty_cache()
                 following = self._together(lambda bucket=bucket: self._room(transports, bucket))
                 prepare = self._fill(transports, bucket, following)
-                with timer("wait"):
+                with watch("wait"):
                     self._together(*prepare, *waits)
                 flat, taken = following, bucket.capacity
                 del following, prepare
@@ -217,7 +216,7 @@ class WeightUpdater:
                 if flat is not None:
                     for transport in transports:
                         transport.send(bucket, flat)
-            with timer("wait"):
+            with watch("wait"):
                 self._together(*waits)
             self._touch(sessions, at_end=True)
             self._together(*(transport.end for transport in transports))
@@ -263,7 +262,7 @@ class WeightUpdater:
         """--check-weight-update-equal, at the first update: overwrite the engines' weights and send them once more."""
         first = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         self._together(lambda: link.loop.run([link.clients[number].reset_weights() for number in leads]))
-        self._send_all(link, {}, [*self.transports, hashes], _Timer())
+        self._send_all(link, {}, [*self.transports, hashes], Stopwatch())
         self.hashes = None
         second = self._together(lambda: link.loop.run([link.clients[number].weight_checksums() for number in leads]))
         self._together(
@@ -293,18 +292,3 @@ def _finish(loop: BackgroundLoop, sessions: Collection[UpdateSession], buckets: 
         for bucket in buckets:
             session.sent(bucket.slots)
     loop.run([session.finish() for session in sessions])
-
-
-class _Timer:
-    """Adds up the seconds spent in `with timer(name)`, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - started
