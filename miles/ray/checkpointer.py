@@ -39,10 +39,12 @@ class Checkpointer:
         """
         if self.config.load is None or self.config.num_rollout == 0:
             return 0
+        assert self.config.ckpt_step is not None, "a resumed configuration names the step of its checkpoint"
         return await self.rollout.load(locate(self.config.load, self.config.ckpt_step))
 
     async def save_critic(self, rollout_id: int) -> None:
         """Save the critic, which is on the GPUs. It counts once `save` has saved the rest."""
+        assert self.models.critic is not None, "there is no critic to save"
         if self.config.save is not None:
             self.handover.before_critic_save()
             await self.models.critic.save(rollout_id)

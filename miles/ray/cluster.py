@@ -31,7 +31,7 @@ def session(config: RunConfig) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
-        num_cpus = max(os.cpu_count(), num_bundles(config)) if config.device == "cpu" else None
+        num_cpus = max(os.cpu_count() or 1, num_bundles(config)) if config.device == "cpu" else None
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False)
     else:
         _join(address)

@@ -42,6 +42,7 @@ def written_down(config: RunConfig) -> Iterator[None]:
         sentence = sentence_of(error, inside)
         shown = report.rstrip() if sentence is None else f"error: {sentence}"
         print(masked(shown, secrets), file=sys.stderr)
+        assert config.run_dir is not None, "it is derived where it is not given"
         print(_write(Path(config.run_dir) / "error.log", masked(_entry(report, secrets), secrets)), file=sys.stderr)
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from miles.config import RunConfig
 from miles.ray.lazy_actor import ActorClient
@@ -98,7 +99,7 @@ class Handover:
         Returns: perf metrics of all moves of the step, those of several models added up, and of the sync.
         """
         await self._in_step(Phase.AFTER_CRITIC_ONLY if self._critic_alone else Phase.AFTER_TRAIN)
-        return dict(self._moved) | _speeds(self._moved)
+        return {**self._moved, **_speeds(self._moved)}
 
     def before_critic_save(self) -> None:
         """Raise ResidencyError unless all that the critic's checkpoint holds is on the GPU."""
@@ -165,7 +166,7 @@ def describe(steps: tuple[Step, ...]) -> str:
     return ", ".join(words)
 
 
-def _speeds(metrics: dict[str, float]) -> dict[str, float]:
+def _speeds(metrics: Mapping[str, float]) -> dict[str, float]:
     """GB/s of each transfer that took time."""
     return {
         f"{name}_gb_per_s": metrics[f"{name}_bytes"] / GB / metrics[f"{name}_time"]

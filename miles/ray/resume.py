@@ -54,6 +54,7 @@ def nothing_left(config: RunConfig) -> str | None:
         return None
     if config.start_rollout_id is not None:
         return f"nothing to do: --start-rollout-id {first} is behind the last of {count} rollouts, {count - 1}"
+    assert config.load is not None and config.ckpt_step is not None, "else rollout 0 would be the first"
     return (
         f"nothing to do: this run of {count} rollouts is finished, {locate(config.load, config.ckpt_step)} is its "
         "last checkpoint; raise --num-rollout or --num-epoch to go on, or leave out --load to begin anew"

@@ -116,7 +116,8 @@ class DiskStore:
 
     def read(self, key: str, offset: int, nbytes: int) -> torch.Tensor:
         file = self._saved(key)
-        assert 0 <= offset <= offset + nbytes <= file.nbytes, f"{key}: {offset} + {nbytes} of {file.nbytes} bytes"
+        whole = file.nbytes or 0
+        assert 0 <= offset <= offset + nbytes <= whole, f"{key}: {offset} + {nbytes} of {whole} bytes"
         first = offset // BLOCK * BLOCK
         buffer = _aligned(round_up(offset + nbytes, BLOCK) - first)
 

@@ -144,6 +144,7 @@ def _calls(steps: Sequence[Step]) -> list[Call]:
 
     calls: list[Call] = []
     for _, group in itertools.groupby(steps, key):
-        first, *others = group
-        calls += [(first, *others)] if isinstance(first, Move) else [first, *others]
+        together = list(group)
+        moves = tuple(step for step in together if isinstance(step, Move))
+        calls += [moves] if moves else [step for step in together if not isinstance(step, Move)]
     return calls

@@ -31,7 +31,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
         mixed.bitwise_xor_((mixed >> 29).bitwise_and_(0x7FFFFFFFF))
         total.add_(mixed.sum())
     kind = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8).digest()
-    return (total.item() + int.from_bytes(kind)) & MASK
+    return (int(total.item()) + int.from_bytes(kind)) & MASK
 
 
 def _signed(value: int) -> int:

@@ -302,7 +302,7 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 def _start(tensor: torch.Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -57,11 +57,12 @@ class Report:
     """
 
     def __init__(self, config: RunConfig, start_rollout_id: int):
-        self.config = config
+        assert config.run_dir is not None and config.num_rollout is not None, "both are known once a run begins"
+        self.num_rollout = config.num_rollout
         self.path = Path(config.run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # An evaluation alone writes no step anew: it replaces nothing.
-        replaced = None if config.num_rollout == 0 else start_rollout_id
+        replaced = None if self.num_rollout == 0 else start_rollout_id
         _drop_from(self.path, math.inf if replaced is None else replaced)
         self._first = self._next = start_rollout_id
         self._initial: dict[str, float] = {}
@@ -113,13 +114,13 @@ class Report:
 
         values = {name: float(value) for name, value in {**metrics, **self._added, **self._times_so_far()}.items()}
         self._added = {}
-        line = _step_line(rollout_id, self.config.num_rollout, values)
+        line = _step_line(rollout_id, self.num_rollout, values)
         values["perf/step_time"] = seconds
         for name, value in self._initial.items():
             values[f"{name}-before_train" if name in values else name] = float(value)
         self._initial = {}
         self._write(rollout_id, values)
-        left = (now - self._started) / (self._next - self._first) * (self.config.num_rollout - self._next)
+        left = (now - self._started) / (self._next - self._first) * (self.num_rollout - self._next)
         print(f"{line} | {seconds:.1f}s/step  eta {duration(left)}", flush=True)
 
     def _times_so_far(self) -> dict[str, float]:
@@ -223,7 +224,7 @@ def _step_line(rollout_id: int, num_rollout: int, metrics: Mapping[str, float]) 
 
 def _times(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The seconds of each phase that are known, none of them twice."""
-    known = {label: metrics[name] for label, name in TIMES.items() if metrics.get(name) is not None}
+    known = {label: value for label, name in TIMES.items() if (value := metrics.get(name)) is not None}
     if "wait" in known:
         known.pop("generate", None)
     return known

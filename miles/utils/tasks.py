@@ -38,7 +38,7 @@ async def all_to_their_end[T](work: Sequence[Awaitable[T]]) -> list[T]:
         for failure in failures[1:]:
             failures[0].add_note(f"also failed: {failure}")
         raise failures[0]
-    return results
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def cancelled(*tasks: "asyncio.Future[Any]") -> None:

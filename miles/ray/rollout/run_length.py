@@ -19,6 +19,7 @@ def with_num_rollout(config: RunConfig, prompts_per_epoch: int) -> RunConfig:
     """
     if config.num_rollout is not None:
         return config
+    assert config.num_epoch is not None, "the configuration has one of --num-rollout and --num-epoch"
     prompts = config.num_epoch * prompts_per_epoch
     num_rollout, left_over = divmod(prompts, config.rollout_batch_size)
     if num_rollout == 0:
