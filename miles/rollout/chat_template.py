@@ -190,10 +190,11 @@ class ChatTemplate:
         function = {"name": "f", "arguments": json.dumps(arguments)}
         # Mistral's template wants ids of nine letters or digits.
         calls = [{"id": "call00000", "type": "function", "function": function}]
-        bare, beside = (
-            [{"role": "user", "content": "."}, {"role": "assistant", "content": content, "tool_calls": calls}]
-            for content in ("", ".")
-        )
+
+        def calling(content: str) -> list[Message]:
+            return [{"role": "user", "content": "."}, {"role": "assistant", "content": content, "tool_calls": calls}]
+
+        bare, beside = calling(""), calling(".")
         for no_text, as_json in itertools.product(("", None), (False, True)):
             form = _Form(parts, as_json, no_text)
             # Not as Python writes an object, nor as JSON within JSON.

@@ -15,7 +15,7 @@ from miles.rollout.hooks import Hooks
 from miles.rollout.ledger import Ledger, Outcome
 from miles.rollout.progress import Progress
 from miles.rollout.prompts.data_source import DataSource, take_groups
-from miles.rollout.sample_buffer import Group, SampleBuffer, is_stale
+from miles.rollout.sample_buffer import Group, SampleBuffer, index_of, is_stale
 from miles.rollout.teacher import Teacher
 from miles.utils.errors import UserError
 from miles.utils.tasks import cancelled
@@ -244,7 +244,7 @@ class Collector:
     def _work_on(self, group: Group) -> None:
         task = asyncio.create_task(self._runner.run(group, self._sampling, self._should_stop))
         task.add_done_callback(self._ended.put_nowait)
-        self._running[_index(group)] = (task, group)
+        self._running[index_of(group)] = (task, group)
 
     def _should_stop(self) -> bool:
         return self._stopping
@@ -258,7 +258,7 @@ class Collector:
                 self._keep(group, progress)
 
     def _keep(self, group: Group, progress: Progress) -> None:
-        self._running.pop(_index(group), None)
+        self._running.pop(index_of(group), None)
         self._kept.append(group)
         progress.update(self._config.n_samples_per_prompt)
 
@@ -295,7 +295,7 @@ class Collector:
         ended = [await self._ended.get()]
         while not self._ended.empty():
             ended.append(self._ended.get_nowait())
-        return sorted((task.result() for task in ended if task is not None), key=_index)
+        return sorted((task.result() for task in ended if task is not None), key=index_of)
 
     async def _end_tasks(self) -> None:
         """Cancel what is in flight, if anything is, and put its groups into the buffer."""
@@ -336,7 +336,7 @@ class Collector:
         self._refused.append(group)
 
     def _settle(self, group: Group, outcome: Outcome) -> None:
-        self._running.pop(_index(group), None)
+        self._running.pop(index_of(group), None)
         self._ledger.settle(group, outcome)
 
     def _check(self, kept: int) -> None:
@@ -360,12 +360,12 @@ class Collector:
 
     def _rollout(self) -> Collected:
         """The rollout that is kept, with the books closed."""
-        groups = sorted(self._kept, key=_index)
+        groups = sorted(self._kept, key=index_of)
         for group in groups:
             self._ledger.settle(group, Outcome.TRAINED)
         self._kept = []
         finished = [group for group in self._refused if all(sample.is_finished for sample in group)]
-        collected = Collected(groups, sorted([*groups, *finished], key=_index), self._metrics())
+        collected = Collected(groups, sorted([*groups, *finished], key=index_of), self._metrics())
         self._start_counting()
         return collected
 
@@ -384,7 +384,3 @@ class Collector:
         self._refused: list[Group] = []
         self._drops: Counter[str] = Counter()
         self._tried = self._passed = self._stale = 0
-
-
-def _index(group: Group) -> int:
-    return group[0].group_index

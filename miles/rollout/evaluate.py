@@ -75,7 +75,7 @@ class Evaluator:
 
 def evaluation_metrics(config: RunConfig, data: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
     """The metrics `eval/*` of the finished samples of each set, by its name."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, samples in data.items():
         metrics |= eval_metrics(name, samples, pass_rates=config.log_passrate)
         if missing := sum(sample.reward is None for sample in samples):

@@ -4,7 +4,7 @@ import copy
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from miles.config import RunConfig
 from miles.rollout import engine_pool
@@ -98,36 +98,22 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: Mapping[s
     return sample
 
 
-class GroupGenerate(Protocol):
-    """Makes one attempt at a response of each of some samples of a group.
-
-    Attributes:
-        together: takes all members of a group in one call. Else each has calls of its own, and waits for no other.
-    """
-
-    together: ClassVar[bool]
-
-    async def __call__(
-        self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
-    ) -> list[list[Sample] | Exception]:
-        """For each sample the pieces of its trajectory, or what its generation failed of.
-
-        Raises:
-            EnginesLost: no engine is left.
-        """
-        ...
+Generated = list[list[Sample] | Exception]
 
 
 @dataclass(frozen=True)
 class OneRequest:
-    """`generate` of all samples at once: they go to one engine, which reads their prompt once."""
+    """Miles' own: one attempt at all samples of a group at once, by one engine, which reads their prompt once.
+
+    A call takes samples and the sampling parameters of each. It returns for each the pieces of its trajectory (here the
+    sample, extended in place), or what its generation failed of, and raises EnginesLost where no engine is left.
+    """
 
     together: ClassVar[bool] = True
 
     async def __call__(
         self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
-    ) -> list[list[Sample] | Exception]:
-        """As `GroupGenerate` says; the samples are extended in place."""
+    ) -> Generated:
         try:
             await engine_pool.current().complete(samples, sampling_params)
         except RequestFailed as error:
@@ -143,9 +129,10 @@ class OneRequest:
 
 @dataclass(frozen=True)
 class EachAlone:
-    """A generate function of the user's, as `miles.rollout.user_functions` calls it: a call for each sample.
+    """A generate function of the user's, as `miles.rollout.user_functions` calls it; called as `OneRequest` is.
 
-    Each gets a copy, so that the group can be saved, and the sample be asked again, whatever becomes of it.
+    Each sample has a call, and a pace, of its own. It is given a copy, so that the group can be saved, and the sample
+    be asked again, whatever becomes of it.
     """
 
     function: Callable[[RunConfig, Sample, dict[str, Any]], Awaitable[list[Sample]]]
@@ -153,8 +140,7 @@ class EachAlone:
 
     async def __call__(
         self, config: RunConfig, samples: Sequence[Sample], sampling_params: Sequence[dict[str, Any]]
-    ) -> list[list[Sample] | Exception]:
-        """As `GroupGenerate` says."""
+    ) -> Generated:
         calls = zip(samples, sampling_params, strict=True)
         return await all_of([self._attempt(config, sample, parameters) for sample, parameters in calls])
 

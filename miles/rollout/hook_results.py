@@ -96,10 +96,11 @@ def check_members(flag: str, groups: Sequence[Sequence[Sample]], size: int) -> N
                 f"{flag}: group {place} has {len(members)} trajectories in {len(group)} samples; it must have "
                 f"--n-samples-per-prompt {size}"
             )
-        if other := {group_of.setdefault(*indices, place)} - {place}:
-            raise UserError(f"{flag}: the groups {other.pop()} and {place} share group_index {indices.pop()}")
-        if twice := members & trajectories:
-            raise UserError(f"{flag}: trajectory {min(twice)} is in group {place} and in one before it")
+        [group_index] = indices
+        if (other := group_of.setdefault(group_index, place)) != place:
+            raise UserError(f"{flag}: the groups {other} and {place} share group_index {group_index}")
+        if twice := sorted(index for index in members & trajectories if index is not None):
+            raise UserError(f"{flag}: trajectory {twice[0]} is in group {place} and in one before it")
         trajectories |= members
 
 

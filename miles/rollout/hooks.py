@@ -8,7 +8,7 @@ from miles.config import RunConfig
 from miles.rollout import user_functions
 from miles.rollout.base_types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.dynamic_sampling_filters import keep_every_group
-from miles.rollout.generate import EachAlone, GroupGenerate, OneRequest
+from miles.rollout.generate import EachAlone, OneRequest
 from miles.rollout.generate_hub import CHECKS
 from miles.rollout.reward_shaping import shaped_rewards
 from miles.rollout.sample_buffer import Group, oldest_first
@@ -50,7 +50,7 @@ class Hooks:
 
     rollout: Callable[[RunConfig, int, Any], Awaitable[RolloutFnTrainOutput]] | None = None
     evaluate: Callable[[RunConfig, int, Any], Awaitable[RolloutFnEvalOutput]] | None = None
-    generate: GroupGenerate = OneRequest()
+    generate: OneRequest | EachAlone = OneRequest()
     keep_group: Callable[[RunConfig, Sequence[Sample]], DynamicFilterOutput] = keep_every_group
     take_from_buffer: Callable[[RunConfig, int, list[Group], int], tuple[list[Group], list[Group]]] = oldest_first
     filter_samples: Callable[[RunConfig, Groups], None] = _does_nothing
@@ -101,7 +101,7 @@ def load_hooks(config: RunConfig, tokenizer: Any) -> Hooks:
 
 def load_generate(
     config: RunConfig, tokenizer: Any, path: str | None, flag: str = user_functions.generate.flag
-) -> GroupGenerate:
+) -> OneRequest | EachAlone:
     """What generates by the function at a dotted path that `flag` names, an evaluation set's perhaps; None: Miles' own.
 
     Raises:

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
 
+from miles.rollout.sample_buffer import Group, index_of
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 
 class Outcome(StrEnum):
@@ -37,14 +37,14 @@ class Ledger:
     def _start_rollout(self) -> None:
         self._open_before = len(self._open)
         self._began = {"new": 0, "from_buffer": 0}
-        self._outcomes = Counter()
+        self._outcomes: Counter[Outcome] = Counter()
 
-    def take(self, group: list[Sample], *, new: bool) -> None:
+    def take(self, group: Group, *, new: bool) -> None:
         """Book a group that comes from the prompts (`new`), or out of the buffer.
 
         Raises: ValueError if a group of the same index is being worked on.
         """
-        index = group[0].group_index
+        index = index_of(group)
         if index in self._open:
             raise UserError(
                 f"the data source handed out group_index {index} twice; each group must have one of its own"
@@ -53,9 +53,9 @@ class Ledger:
         self._began["new" if new else "from_buffer"] += 1
         self._received += new
 
-    def settle(self, group: list[Sample], outcome: Outcome) -> None:
+    def settle(self, group: Group, outcome: Outcome) -> None:
         """Book the outcome of a group that was taken."""
-        self._open.remove(group[0].group_index)
+        self._open.remove(index_of(group))
         self._outcomes[outcome] += 1
         self._gone += not outcome.is_stored
 

@@ -1,6 +1,7 @@
 """Where a reward becomes what a sample is trained with, before tokens come in."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from miles.config import RunConfig
 from miles.training.advantages.groups import counted_rewards, shape_rewards
@@ -21,8 +22,8 @@ def shaped_rewards(config: RunConfig, samples: Sequence[Sample]) -> tuple[list[f
     shaped = shape_rewards(
         config.estimator,
         raw,
-        [sample.group_index for sample in samples],
-        [sample.trajectory for sample in samples],
+        cast("list[int]", [sample.group_index for sample in samples]),
+        cast("list[int]", [sample.trajectory for sample in samples]),
         compare=not config.disable_rewards_normalization,
         std=not config.disable_grpo_std_normalization,
     )

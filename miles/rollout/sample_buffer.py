@@ -16,6 +16,13 @@ Group = list[Sample]
 ASKED = "asked_sample"
 
 
+def index_of(group: Group) -> int:
+    """The group_index of a group, which each that a rollout takes has."""
+    index = group[0].group_index
+    assert index is not None
+    return index
+
+
 def trajectories(group: Iterable[Sample]) -> list[list[Sample]]:
     """The pieces of each trajectory of a group; they stand side by side."""
     return [list(pieces) for _, pieces in groupby(group, key=lambda sample: sample.trajectory)]

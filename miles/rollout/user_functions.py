@@ -197,9 +197,10 @@ def reward_post_process(
     raw, shaped = (
         rewards_in(flag, kind, values, samples) for kind, values in zip(("raw", "shaped"), result, strict=True)
     )
-    if None in shaped:
+    rewards = [reward for reward in shaped if reward is not None]
+    if len(rewards) < len(shaped):
         raise UserError(f"{flag}: shaped reward {shaped.index(None)} is None; each sample needs a finite number")
-    return raw, shaped
+    return raw, rewards
 
 
 @_of("--custom-convert-samples-to-train-data-path", "config", "samples")

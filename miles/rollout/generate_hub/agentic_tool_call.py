@@ -6,7 +6,7 @@ Chosen by `--custom-generate-function-path miles.rollout.generate_hub.agentic_to
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from miles.config import RunConfig
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--custom-agent-function-path"
 
-Agent = Callable[[str, Any, dict[str, Any], dict[str, Any]], Awaitable[dict[str, Any] | None]]
+Agent = Callable[[str, Any, dict[str, Any], dict[str, Any]], Coroutine[Any, Any, dict[str, Any] | None]]
 
 
 def check(config: RunConfig, tokenizer: Any) -> None:

@@ -45,7 +45,8 @@ def epoch_order(sizes: Sequence[int], weights: Sequence[float] | None, seed: int
 
 
 def _mixed(sizes: Sequence[int], counts: Sequence[int], seed: int | None, epoch: int) -> "array[int]":
-    places, first = [], 0
+    places: list[tuple[float, int, int]] = []
+    first = 0
     for file, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         rows = _rows_of_file(size, count, epoch, None if seed is None else f"{seed} {file}")
         places += (((place + 0.5) / count, file, first + row) for place, row in enumerate(rows))

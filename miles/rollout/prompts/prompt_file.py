@@ -151,7 +151,7 @@ class ParquetFile(_PromptFile):
         metadata = self._parquet.metadata
         sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._group, self._table = -1, None
+        self._group, self._table = -1, pyarrow.table({})
 
     def scan(self, rows: slice = slice(None)) -> Iterator[Row]:
         """Yield the rows that a slice without a step takes; row groups without any of them are not read."""

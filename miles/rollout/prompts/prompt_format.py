@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from miles.config import RunConfig
 from miles.rewards import built_in
@@ -119,7 +119,7 @@ class PromptFormat:
                         f"'messages' stands in {self.metadata_key!r}, where an agent's prompt is kept; rename it"
                     )
                 metadata["messages"] = prompt
-            prompt = _render(prompt, self.tools if tools is None else tools, template)
+            prompt = _render(cast(list[Message], prompt), self.tools if tools is None else tools, template)
         return Sample(prompt=prompt, label=label, metadata=metadata)
 
     def check_label(self, sample: Sample) -> None:
