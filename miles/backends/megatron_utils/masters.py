@@ -21,10 +21,15 @@ class MasterWeights:
     bring the ranges together: all data-parallel ranks call them in the same order, while their groups exist. A `read`
     with one data-parallel rank needs no group.
 
-    chunks: the wrapped model that `optimizer` trains. contents: from a master (a flat fp32 tensor, the optimizer's own
-    object) to its current values, on any device: not written to.
-    Raises ValueError naming the parameters that have no master: those that are not bf16, are frozen, or belong
-    to an optimizer of another kind.
+    Args:
+        chunks: the wrapped model that `optimizer` trains.
+        optimizer: Megatron's, with the masters.
+        contents: from a master (a flat fp32 tensor, the optimizer's own object) to its current values, on any device:
+            not written to.
+
+    Raises:
+        ValueError: parameters have no master, which it names: those that are not bf16, are frozen, or belong to an
+            optimizer of another kind.
     """
 
     def __init__(

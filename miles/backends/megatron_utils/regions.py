@@ -64,7 +64,7 @@ def _build_optimizer(state: TrainState, memory: DeviceMemory, weights: list[torc
 
 
 def lasting_tensors(state: TrainState, stream_optimizer: bool) -> dict[str, torch.Tensor]:
-    """Every tensor that must survive a sleep, by a name for messages. stream_optimizer: see `build_regions`."""
+    """Every tensor that must survive a sleep, by a name for messages; arguments as for `build_regions`."""
     tensors: dict[str, torch.Tensor] = {}
     for number, model in enumerate(state.models):
         tensors |= {f"chunk {number} {name}": parameter for name, parameter in model.named_parameters()}

@@ -28,10 +28,16 @@ def run_micro_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """One pass of Megatron's pipeline schedule over `micro_batches`; with gradients unless `forward_only`.
 
-    chunks: the model's parts on this pipeline stage. score: what is computed of each response token, from a
-    ScoringContext.
+    Args:
+        chunks: the model's parts on this pipeline stage.
+        micro_batches: all of a step, or of a pass.
+        scoring: how response tokens are scored.
+        function: from the scores of a micro-batch to its loss and what to collect.
+        forward_only: compute no gradients.
+        score: what is computed of each response token, from a ScoringContext.
 
-    Returns what `function` collected for each micro-batch, on the last pipeline stage; elsewhere an empty list.
+    Returns:
+        What `function` collected of each micro-batch, on the last pipeline stage; elsewhere an empty list.
     """
 
     def forward_step(iterator, model):

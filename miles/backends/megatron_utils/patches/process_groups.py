@@ -41,8 +41,9 @@ class SubGroups:
     are away, and usual cycles search nothing. Known places are kept alive. The groups of a world of one rank stay as
     they are: they have no peers to keep buffers for, and destroying them took 0.5 to 0.8 s a sleep on an H200.
 
-    build: makes Megatron's groups; called again with the same result. agreement: of all ranks, through a group that
-    stays.
+    Args:
+        build: makes Megatron's groups; called again with the same result.
+        agreement: of all ranks, through a group that stays.
     """
 
     def __init__(self, build: Callable[[], None], agreement: Agreement):

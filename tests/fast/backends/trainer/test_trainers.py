@@ -12,12 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.backends.megatron_utils.launch import MEGATRON
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports
 from tests.fast.ranks import leave_world
 
 ROOT = Path(__file__).parents[4]
-TRAINERS = ("megatron", "plain")
+# The classes of an actor and a critic; the others are compared with the first.
+TRAINERS = {
+    "plain": (
+        "tests.fast.backends.trainer.plain.PlainTrainRayActor",
+        "tests.fast.backends.trainer.plain.PlainCriticRayActor",
+    ),
+    "megatron": (MEGATRON.actor, MEGATRON.critic),
+}
 ROLLOUTS = 3  # of two optimizer steps each
 SAVED_AFTER = 0
 # The reference moves, so that a checkpoint has one; entropy, so that its gradient counts.
@@ -36,8 +44,9 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_two_trainers(run_ranks, checkpoint, tmp_path):
-    run_ranks(__file__, 2, str(checkpoint), str(tmp_path), *map(str, free_ports(2 * len(CASES))))
+def test_trainers(run_ranks, checkpoint, tmp_path):
+    ports = free_ports(len(TRAINERS) * len(CASES))
+    run_ranks(__file__, len(TRAINERS), str(checkpoint), str(tmp_path), *map(str, ports))
     for trainer in TRAINERS:
         results = {name: json.loads((tmp_path / f"{trainer}, {name}.json").read_text()) for name in CASES}
         nothing_else_changes_a_bit(results, trainer)
@@ -59,20 +68,20 @@ def nothing_else_changes_a_bit(results, trainer):
 
 
 def they_agree_to_rounding(folder):
-    for name, bound in (("straight", 2e-6), ("critic", 1e-5)):
-        ours, theirs = (json.loads((folder / f"{trainer}, {name}.json").read_text()) for trainer in TRAINERS)
-        for rollout, other in zip(ours, theirs, strict=True):
-            assert rollout.keys() == other.keys()
-            for metric, value in rollout.items():
-                assert value == pytest.approx(other[metric], rel=2e-5, abs=bound), f"{name}, {metric}"
-    ours, theirs = (torch.load(folder / f"{trainer}, gradients.pt") for trainer in TRAINERS)
-    assert ours.keys() == theirs.keys() and len(ours) > 20
-    for name, gradient in ours.items():
-        largest = theirs[name].abs().max().item()
-        assert largest > 0, name
-        torch.testing.assert_close(
-            gradient, theirs[name], atol=1e-5 * largest, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    reference, *others = TRAINERS
+    for trainer in others:
+        for name, bound in (("straight", 2e-6), ("critic", 1e-5)):
+            ours, theirs = (json.loads((folder / f"{who}, {name}.json").read_text()) for who in (trainer, reference))
+            for rollout, other in zip(ours, theirs, strict=True):
+                assert rollout.keys() == other.keys()
+                for metric, value in rollout.items():
+                    assert value == pytest.approx(other[metric], rel=2e-5, abs=bound), f"{trainer}, {name}, {metric}"
+        ours, theirs = (torch.load(folder / f"{who}, gradients.pt") for who in (trainer, reference))
+        assert ours.keys() == theirs.keys() and len(ours) > 20
+        for name, gradient in ours.items():
+            largest = theirs[name].abs().max().item()
+            assert largest > 0, name
+            assert (gradient - theirs[name]).abs().max().item() < 1e-5 * largest, f"{trainer}, {name}"
 
 
 # --- what the trainers run ---
@@ -91,18 +100,6 @@ def main(trainer, checkpoint, folder, ports):
         leave_world()
 
 
-def classes(trainer):
-    """Actor and critic."""
-    if trainer == "plain":
-        from tests.fast.backends.trainer.plain import PlainCriticRayActor, PlainTrainRayActor
-
-        return PlainTrainRayActor, PlainCriticRayActor
-    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
-    from miles.backends.megatron_utils.critic import MegatronCriticRayActor
-
-    return MegatronTrainRayActor, MegatronCriticRayActor
-
-
 def run(tracing, trainer, name, checkpoint, folder, scratch, port):
     from miles.ray.train.group import critic_config
 
@@ -115,8 +112,11 @@ def run(tracing, trainer, name, checkpoint, folder, scratch, port):
     if name == "critic":
         flags = ["--advantage-estimator", "ppo", "--critic-lr", "0.01", "--clip-grad", "0.5"]
     config = tracing.trace_config(checkpoint, 1, ROLLOUTS, flags, scratch, sleep=name == "asleep")
-    actor_class, critic_class = classes(trainer)
-    actor = critic_class(critic_config(config), 0, 1) if name == "critic" else actor_class(config, 0, 1)
+    actor_path, critic_path = TRAINERS[trainer]
+    if name == "critic":
+        config, actor_path = critic_config(config), critic_path
+    module, class_name = actor_path.rsplit(".", 1)
+    actor = getattr(importlib.import_module(module), class_name)(config, 0, 1)
     actor.init(f"127.0.0.1:{port}")
     shard = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, actor.model.grid.dp_rank)
     match name:
@@ -199,4 +199,5 @@ def export_gradients(actor, shard, export, path):
 
 
 if __name__ == "__main__":
-    main(TRAINERS[int(sys.argv[1])], sys.argv[4], Path(sys.argv[5]), sys.argv[6:][int(sys.argv[1]) :: 2])
+    number = int(sys.argv[1])
+    main([*TRAINERS][number], sys.argv[4], Path(sys.argv[5]), sys.argv[6:][number :: len(TRAINERS)])
