@@ -17,9 +17,16 @@ SHOWN = 8
 class CheckpointIndex:
     """Names, shapes and dtypes of a checkpoint, from the headers of its safetensors files; tensors are read one by one.
 
-    folder: holds model.safetensors, or model.safetensors.index.json and the files that it names.
-    shapes: {name: shape}; dtypes: {name: safetensors dtype such as "BF16"}.
-    Raises ValueError where the folder has no such files, or the index and the files disagree.
+    Args:
+        folder: holds model.safetensors, or model.safetensors.index.json and the files that it names.
+
+    Attributes:
+        files: {name: the file that holds it}.
+        shapes: {name: shape}.
+        dtypes: {name: safetensors dtype such as "BF16"}.
+
+    Raises:
+        ValueError: the folder has no such files, or the index and the files disagree.
     """
 
     def __init__(self, folder: str | Path):

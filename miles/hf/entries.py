@@ -13,12 +13,17 @@ HEAD = "lm_head.weight"
 class Entry:
     """One Megatron parameter (or, stacked, one of each expert) and the Hugging Face tensors that it holds.
 
-    megatron_name: as in a model chunk, whose layers count from 0. hf_names, shapes: the full tensors, as the checkpoint
-    has them. load_only: a copy of a tensor that another stage owns (the tied head): loaded, never gathered.
-    ep_rank: for one expert's weight, the only expert-parallel rank that holds it. stacked: `megatron_name` has "{}" for
-    the number of a local expert; the checkpoint's tensors hold all experts along dimension 0, a rank those of its own.
-    An expert's `kind` is cut by expert tensor parallelism, not by tensor parallelism.
-    atomic: entries with the same key must reach an engine in one call.
+    Args:
+        kind: how the parameter is cut from the tensors; an expert's by expert tensor parallelism, others by tensor
+            parallelism.
+        megatron_name: as in a model chunk, whose layers count from 0.
+        hf_names: the full tensors, as the checkpoint has them.
+        shapes: one for each.
+        load_only: a copy of a tensor that another stage owns (the tied head): loaded, never gathered.
+        ep_rank: for one expert's weight, the only expert-parallel rank that holds it.
+        stacked: `megatron_name` has "{}" for the number of a local expert; the checkpoint's tensors hold all experts
+            along dimension 0, of which a rank holds its share.
+        atomic: entries with the same key must reach an engine in one call.
     """
 
     kind: Layout

@@ -1,4 +1,4 @@
-"""Layouts of a layer's experts that a checkpoint holds in one tensor: gpt-oss and Llama 4.
+"""Layouts of a layer's experts that a checkpoint holds in one tensor: gpt-oss, Llama 4 and Qwen3.5.
 
 `split` takes the tensors of the experts that an expert-parallel rank holds and gives [E, ...], one tensor an expert,
 cut by expert tensor parallelism; `merge` takes [E, ...] of all experts from every rank of that. See layouts.py.
@@ -52,3 +52,33 @@ class FusedDown:
 
     def merge(self, shards: Tensors) -> list[torch.Tensor]:
         return _INNER.merge([shard_EHF.transpose(1, 2) for shard_EHF in shards])
+
+
+@dataclass(frozen=True)
+class StackedGateUp:
+    """Gate and up projections of experts, [E, 2F, H], gate first; a rank holds its gate rows, then its up rows."""
+
+    sharded = True
+
+    def split(self, tensors: Tensors, tp_rank: int, tp_size: int) -> torch.Tensor:
+        (joined_EOH,) = tensors
+        return torch.cat([_INNER.split((half,), tp_rank, tp_size) for half in joined_EOH.chunk(2, dim=1)], dim=1)
+
+    def merge(self, shards: Tensors) -> list[torch.Tensor]:
+        halves = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
+        return [torch.cat([_INNER.merge(half)[0] for half in halves], dim=1)]
+
+
+@dataclass(frozen=True)
+class StackedDown:
+    """Down projections of experts, [E, H, F], F cut evenly."""
+
+    sharded = True
+
+    def split(self, tensors: Tensors, tp_rank: int, tp_size: int) -> torch.Tensor:
+        (down_EHF,) = tensors
+        return _INNER.split((down_EHF.transpose(1, 2),), tp_rank, tp_size).transpose(1, 2)
+
+    def merge(self, shards: Tensors) -> list[torch.Tensor]:
+        (down_EFH,) = _INNER.merge([shard_EHF.transpose(1, 2) for shard_EHF in shards])
+        return [down_EFH.transpose(1, 2)]

@@ -92,7 +92,10 @@ class Vocab:
 class Qkv:
     """Query, key and value in one tensor (weight or bias): for each key/value group its query heads, key and value.
 
-    groups: key/value heads of the model; queries: query heads of one group; head_dim: rows of one head.
+    Args:
+        groups: key/value heads of the model.
+        queries: query heads of one group.
+        head_dim: rows of one head.
     """
 
     groups: int
@@ -110,6 +113,32 @@ class Qkv:
         fused_G = fused.reshape(self.groups, (self.queries + 2) * self.head_dim, *fused.shape[1:])
         parts = fused_G.split([self.queries * self.head_dim, self.head_dim, self.head_dim], dim=1)
         return [part.flatten(0, 1) for part in parts]
+
+
+@dataclass(frozen=True)
+class GatedQkv:
+    """As `Qkv`, with a gate for each query: Hugging Face stores a head's query, then its gate; Megatron has a group's
+    query heads, then as many gates, its key and its value.
+    """
+
+    groups: int
+    queries: int
+    head_dim: int
+    sharded = True
+
+    @property
+    def _fused(self) -> Qkv:
+        return Qkv(self.groups, 2 * self.queries, self.head_dim)
+
+    def split(self, tensors: Tensors, tp_rank: int, tp_size: int) -> torch.Tensor:
+        query_OI, key_OI, value_OI = tensors
+        heads = query_OI.reshape(self.groups, self.queries, 2, self.head_dim, *query_OI.shape[1:])
+        return self._fused.split((heads.transpose(1, 2).flatten(0, 3), key_OI, value_OI), tp_rank, tp_size)
+
+    def merge(self, shards: Tensors) -> list[torch.Tensor]:
+        query_OI, key_OI, value_OI = self._fused.merge(shards)
+        heads = query_OI.reshape(self.groups, 2, self.queries, self.head_dim, *query_OI.shape[1:])
+        return [heads.transpose(1, 2).flatten(0, 3), key_OI, value_OI]
 
 
 @dataclass(frozen=True)
@@ -131,8 +160,9 @@ class Gated:
 class Sections:
     """Sections of rows, each cut evenly: a rank holds its part of one section after another.
 
-    sizes: for each Hugging Face tensor, the rows of its sections; with `groups` it consists of as many groups of such
-    sections, and a rank holds those of its own groups.
+    Args:
+        sizes: for each Hugging Face tensor, the rows of its sections.
+        groups: a tensor consists of as many groups of such sections, and a rank holds those of its groups.
     """
 
     sizes: tuple[tuple[int, ...], ...]

@@ -12,8 +12,14 @@ if TYPE_CHECKING:
 class ParallelSizes:
     """How the trainer's ranks share the work; world = tp * pp * cp * dp.
 
-    tp: ranks that split a layer, pp: the stack of layers, cp: the sequence, ep: the experts, etp: one expert; dp:
-    copies that split the batch.
+    Args:
+        tp: ranks that split a layer.
+        pp: ranks that split the stack of layers.
+        cp: ranks that split the sequence.
+        ep: ranks that share experts out.
+        etp: ranks that split one expert.
+        dp: copies that split the batch.
+        sequence_parallel: what is not split within a layer is split along the sequence.
     """
 
     tp: int = 1
@@ -37,9 +43,15 @@ def no_group() -> "ProcessGroup":
 class ParallelInfo:
     """A rank's place in the grid of one model copy.
 
-    *_group: give the process groups whose rank order is that of *_rank. They are asked at each use (never where the
-    size is 1): a trainer destroys its groups to sleep and has new ones afterwards. ep: expert parallel; etp: the
-    tensor parallelism of experts. chunk_layers: the global layer numbers of [pipeline stage][chunk of its model].
+    Groups have the order of the ranks. They are asked for at each use (never where the size is 1): a trainer destroys
+    its groups to sleep and has new ones afterwards.
+
+    Args:
+        tp_rank, tp_size, tp_group: of tensor parallelism.
+        pp_rank, pp_size, pp_group: of pipeline parallelism.
+        chunk_layers: the global layer numbers of [pipeline stage][chunk of its model].
+        ep_rank, ep_size, ep_group: of expert parallelism.
+        etp_rank, etp_size, etp_group: of the tensor parallelism of experts.
     """
 
     tp_rank: int

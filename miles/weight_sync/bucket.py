@@ -14,8 +14,13 @@ SHARED_MEMORY = "/dev/shm"
 def empty_bucket(nbytes: int, device: torch.device, shared: bool) -> torch.Tensor:
     """uint8 [nbytes] on `device`, uninitialised.
 
-    shared: other processes will open it (`handle`). On a CPU that takes shared memory; on a GPU any memory will do.
-    Raises ValueError where the machine's shared memory is too small for it.
+    Args:
+        nbytes: of the bucket.
+        device: where it is made.
+        shared: other processes will open it (`handle`). On a CPU that takes shared memory; on a GPU any memory will do.
+
+    Raises:
+        ValueError: the machine's shared memory is too small for it.
     """
     if not shared or device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -14,7 +14,8 @@ FLUSH_SECONDS = 1.0
 async def delivery(url: str, names: list[str], sending: Awaitable[None]) -> None:
     """Await `sending` of the tensors `names` to the engine at `url`.
 
-    Raises RuntimeError with engine and names where it fails.
+    Raises:
+        RuntimeError: it fails; with engine and names.
     """
     try:
         await sending
@@ -30,10 +31,13 @@ class UpdateSession:
     No request starts from `open()` to the end. After a failure an engine that is `touched` holds weights of two
     versions: it keeps the old version and stays paused, until another update of it succeeds.
 
-    names: every tensor that must be sent. version: what the engine reports once they were. flush_cache: empty the
-    engine's cache; False where its memory is away, in which case it was emptied before that. pause_mode: what becomes
-    of running requests (--pause-generation-mode). Only `abort` ends them, after which the cache can always be emptied;
-    with the others it is emptied where none was running.
+    Args:
+        client: of the engine.
+        names: every tensor that must be sent.
+        version: what the engine reports once they were.
+        flush_cache: empty the engine's cache; False where its memory is away, in which case it was emptied before that.
+        pause_mode: what becomes of running requests (--pause-generation-mode). Only `abort` ends them, after which the
+            cache can always be emptied; with the others it is emptied where none was running.
 
     Attributes:
         touched: set it once the engine's weights may have changed.
@@ -76,14 +80,22 @@ class UpdateSession:
             )
 
     def sent(self, names: Iterable[str]) -> None:
-        """Note that the engine has taken these tensors. Raises RuntimeError where one was not to be sent."""
+        """Note that the engine has taken these tensors.
+
+        Raises:
+            RuntimeError: one of them was not to be sent, or was sent before.
+        """
         for name in names:
             if name not in self._missing:
                 raise RuntimeError(f"{name} was sent to {self.client.url} twice or is not of this model")
             del self._missing[name]
 
     async def finish(self) -> None:
-        """Set the version and let the engine go on. Raises RuntimeError where tensors were not sent."""
+        """Set the version and let the engine go on.
+
+        Raises:
+            RuntimeError: tensors were not sent.
+        """
         if self._missing:
             names = list(self._missing)
             raise RuntimeError(f"{len(names)} tensors were not sent to {self.client.url}: {', '.join(names[:8])} ...")

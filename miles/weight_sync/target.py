@@ -7,9 +7,15 @@ from dataclasses import dataclass
 class EngineTarget:
     """An engine and who serves it.
 
-    tp_size: its ranks. source_ranks: for each of them the trainer rank on the same machine (with GPUs: on the same GPU)
-    whose memory it reads; the first one talks to the engine. None for a remote engine, which shares no memory with the
-    trainer: rank 0 talks to it.
+    Args:
+        url: `http://host:port`.
+        tp_size: its ranks.
+        source_ranks: for each of them the trainer rank on the same machine (with GPUs: on the same GPU) whose memory it
+            reads; the first one talks to the engine. None for a remote engine, which shares no memory with the
+            trainer: rank 0 talks to it.
+
+    Raises:
+        ValueError: there is not one source rank for each rank.
     """
 
     url: str

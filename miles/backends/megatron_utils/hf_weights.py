@@ -19,9 +19,16 @@ logger = logging.getLogger(__name__)
 def check_names_and_shapes(
     index: CheckpointIndex, entries: list[Entry], family: Family, hf_config: PreTrainedConfig
 ) -> None:
-    """Compare all of a model's entries with the checkpoint. Raises ValueError with the names that differ.
+    """Compare all of a model's entries with the checkpoint. A tied head may be listed or not.
 
-    A tied head may be listed or not. `entries` are those of every pipeline stage.
+    Args:
+        index: the checkpoint.
+        entries: of every pipeline stage.
+        family: of the model.
+        hf_config: its configuration.
+
+    Raises:
+        ValueError: names, shapes or kinds of numbers differ; it lists them.
     """
     wanted = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
     extra = {name for name in index.files if name not in wanted and not name.endswith(family.ignored_suffixes)}
@@ -75,11 +82,19 @@ def load_into(
 ) -> int:
     """Fill this rank's part of the model from the checkpoint in `folder`; returns the number of parameters filled.
 
-    chunks: the pipeline stage's GPTModels, unwrapped. Only the tensors of their layers and this rank's experts are
-    read, file by file, so that at most one file and one parameter's tensors are in memory; values are cast to the
-    parameters' dtypes.
-    Raises ValueError where checkpoint and config.json differ in names or shapes, or the model has a parameter without a
-    value, or a value has no parameter.
+    Only the tensors of this rank's layers and experts are read, file by file, so that at most one file and one
+    parameter's tensors are in memory; values are cast to the parameters' dtypes.
+
+    Args:
+        chunks: the pipeline stage's GPTModels, unwrapped.
+        family: of the model.
+        hf_config: its configuration.
+        folder: of the checkpoint.
+        parallel: this rank's place.
+
+    Raises:
+        ValueError: checkpoint and config.json differ in names or shapes, or the model has a parameter without a value,
+            or a value has no parameter.
     """
     index = CheckpointIndex(folder)
     whole = family.entries(hf_config, range(hf_config.num_hidden_layers), True, True, parallel.ep_size)
@@ -164,7 +179,11 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_parameters(targets: dict[str, torch.Tensor], entries: list[Entry]) -> None:
-    """Each parameter of the stage has exactly one entry. Raises ValueError with the names that differ."""
+    """Check that each parameter of the stage has exactly one entry.
+
+    Raises:
+        ValueError: it lists the names that differ.
+    """
     named = [entry.megatron_name for entry in entries]
     assert len(set(named)) == len(named), "an entry list names a parameter twice"
     without_value, without_parameter = sorted(targets.keys() - set(named)), sorted(set(named) - targets.keys())

@@ -1,47 +1,13 @@
 """Qwen3.5, dense and with experts: the language model, alone or as a part of the model that sees."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.qwen3_next import GatedDeltaFamily
 from miles.hf.entries import Entry
-from miles.hf.layouts import Row, Sections
-
-# Cuts dimension 1 of [experts, ..., ...] evenly.
-_INNER = Row()
-
-
-@dataclass(frozen=True)
-class StackedGateUp:
-    """Gate and up projections of experts, [E, 2F, H], gate first; a rank holds its gate rows, then its up rows."""
-
-    sharded = True
-
-    def split(self, tensors: Sequence[torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
-        (joined_EOH,) = tensors
-        return torch.cat([_INNER.split((half,), tp_rank, tp_size) for half in joined_EOH.chunk(2, dim=1)], dim=1)
-
-    def merge(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        halves = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
-        return [torch.cat([_INNER.merge(half)[0] for half in halves], dim=1)]
-
-
-@dataclass(frozen=True)
-class StackedDown:
-    """Down projections of experts, [E, H, F], F cut evenly."""
-
-    sharded = True
-
-    def split(self, tensors: Sequence[torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
-        (down_EHF,) = tensors
-        return _INNER.split((down_EHF.transpose(1, 2),), tp_rank, tp_size).transpose(1, 2)
-
-    def merge(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        (down_EFH,) = _INNER.merge([shard_EHF.transpose(1, 2) for shard_EHF in shards])
-        return [down_EFH.transpose(1, 2)]
+from miles.hf.expert_layouts import StackedDown, StackedGateUp
+from miles.hf.layouts import Sections
 
 
 def sees(hf_config: PreTrainedConfig) -> bool:

@@ -1,10 +1,7 @@
 """Qwen3-Next: gated delta nets and gated attention in turn, experts with a shared one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
@@ -15,36 +12,10 @@ from miles.backends.megatron_utils.parts.gated_delta_net import gated_delta_net_
 from miles.backends.megatron_utils.parts.norms import PlusOneNorm
 from miles.backends.megatron_utils.parts.specs import attention_spec, dense_layer, moe_layer
 from miles.hf.entries import Entry, norm_entry
-from miles.hf.layouts import Column, Qkv, Replicated, Row, Sections
+from miles.hf.layouts import Column, GatedQkv, Replicated, Row, Sections
 from miles.hf.parallel import ParallelSizes
 
 LAYER_TYPES = {"full_attention", "linear_attention"}
-
-
-@dataclass(frozen=True)
-class GatedQkv:
-    """As `Qkv`, with a gate for each query: Hugging Face stores a head's query, then its gate; Megatron has a group's
-    query heads, then as many gates, its key and its value.
-    """
-
-    groups: int
-    queries: int
-    head_dim: int
-    sharded = True
-
-    @property
-    def _fused(self) -> Qkv:
-        return Qkv(self.groups, 2 * self.queries, self.head_dim)
-
-    def split(self, tensors: Sequence[torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
-        query_OI, key_OI, value_OI = tensors
-        heads = query_OI.reshape(self.groups, self.queries, 2, self.head_dim, *query_OI.shape[1:])
-        return self._fused.split((heads.transpose(1, 2).flatten(0, 3), key_OI, value_OI), tp_rank, tp_size)
-
-    def merge(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        query_OI, key_OI, value_OI = self._fused.merge(shards)
-        heads = query_OI.reshape(self.groups, 2, self.queries, self.head_dim, *query_OI.shape[1:])
-        return [heads.transpose(1, 2).flatten(0, 3), key_OI, value_OI]
 
 
 class GatedDeltaFamily(Family):
