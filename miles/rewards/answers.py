@@ -45,7 +45,8 @@ def last_box(text: str) -> str | None:
 def unboxed(label: str) -> str:
     r"""What the last box of a label holds, or all of a label without one.
 
-    Raises: ValueError if its brace is never closed.
+    Raises:
+        ValueError: its brace is never closed.
     """
     if r"\boxed" not in label and r"\fbox" not in label:
         return label

@@ -65,8 +65,9 @@ class Tests:
 async def code_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the program passes all tests within WALL_S seconds, and CPU_S a process; else 0.0.
 
-    Raises: ValueError for a label that holds no tests, or tests that never call the program; SandboxError if the
-        sandbox can't be had here.
+    Raises:
+        ValueError: the label holds no tests, or tests that never call the program.
+        SandboxError: the sandbox can't be had here.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_pool(), judge, sample.label, sample.response)
@@ -107,31 +108,32 @@ def find_program(response: str) -> str:
 def read_tests(label: str) -> Tests:
     """The tests that a label describes.
 
-    Raises: ValueError with what is wrong.
+    Raises:
+        ValueError: with what is wrong.
     """
     start = label[:80]
     try:
-        given = json.loads(label)
+        described = json.loads(label)
     except json.JSONDecodeError as error:
         raise UserError(f"the label {start!r} of the reward code is not JSON ({error}); give {_KINDS}") from error
-    keys = set(given) if isinstance(given, dict) else None
-    if keys == {"tests"} and isinstance(given["tests"], str):
+    keys = set(described) if isinstance(described, dict) else None
+    if keys == {"tests"} and isinstance(described["tests"], str):
         try:
-            ast.parse(given["tests"])
+            ast.parse(described["tests"])
         except (SyntaxError, ValueError) as error:
             raise UserError(f"the tests in the label {start!r} are no Python: {error}") from error
-        return Tests(code=given["tests"])
+        return Tests(code=described["tests"])
     if keys not in ({"inputs", "outputs"}, {"fn_name", "inputs", "outputs"}):
         raise UserError(f"the label {start!r} of the reward code must be one of {_KINDS}")
-    pairs = [given["inputs"], given["outputs"]]
+    pairs = [described["inputs"], described["outputs"]]
     if not all(isinstance(part, list) for part in pairs) or not len(pairs[0]) == len(pairs[1]) > 0:
         raise UserError(f"the label {start!r} of the reward code must have as many inputs as outputs, as lists")
     inputs, outputs = pairs
-    if "fn_name" not in given:
+    if "fn_name" not in described:
         if not all(isinstance(text, str) for text in inputs + outputs):
             raise UserError(f"the label {start!r} has no fn_name: its inputs and outputs must be texts then")
         return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
-    name = given["fn_name"]
+    name = described["fn_name"]
     if not isinstance(name, str) or not name.isidentifier() or not all(isinstance(each, list) for each in inputs):
         raise UserError(f"the label {start!r} needs the name of a function as fn_name, and each input a list")
     cases = json.dumps(list(zip(inputs, outputs, strict=True)))

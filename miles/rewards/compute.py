@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rewards.built_in import BUILT_IN, built_in
 from miles.rewards.custom import load_custom_group_reward, load_custom_reward
-from miles.rewards.reward import Judge
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json, json_entries, scalar
 from miles.utils.types import Sample
@@ -35,7 +34,7 @@ class RewardCounts:
     first_error: str | None
 
 
-def load_reward(config: "RunConfig") -> Judge:
+def load_reward(config: "RunConfig") -> Callable[..., Awaitable[Any]]:
     """The reward function that a checked configuration names, ready: call it before anything is started.
 
     With --use-opd it may name none: every response is worth 0 then.
@@ -47,7 +46,8 @@ def load_reward(config: "RunConfig") -> Judge:
     if config.custom_rm_path is not None:
         load = load_custom_group_reward if config.group_rm else load_custom_reward
         return load(config.custom_rm_path)
-    if config.use_opd and config.rm_type is None:
+    if config.rm_type is None:
+        assert config.use_opd, "a checked configuration names a reward, but with --use-opd"
         return _no_reward
     BUILT_IN[config.rm_type].check_machine()
     return _built_in_reward
@@ -153,8 +153,8 @@ def _outcome(sample: Sample, value: Any, key: str | None, flag: str) -> float | 
 def _as_float(value: Any, key: str | None, flag: str) -> float | None:
     if isinstance(value, dict):
         if key not in value:
-            given = "is not given" if key is None else f"names {key!r}"
-            raise UserError(f"the reward is a dict with {', '.join(map(repr, value))}, and {flag} {given}")
+            says = "is not given" if key is None else f"names {key!r}"
+            raise UserError(f"the reward is a dict with {', '.join(map(repr, value))}, and {flag} {says}")
         value = value[key]
     if value is None:
         return None

@@ -19,7 +19,8 @@ TIME_LIMIT_S = 300.0
 def load_custom_reward(path: str) -> Callable[["RunConfig", Sample], Awaitable[Any]]:
     """Import the function at a dotted path and check it; each call of the result ends within TIME_LIMIT_S seconds.
 
-    Raises: ValueError if it can't be imported or doesn't take (config, sample).
+    Raises:
+        ValueError: it can't be imported or doesn't take (config, sample).
     """
     return load_function("--custom-rm-path", path, "config", "sample", is_async=None, limit_s=TIME_LIMIT_S)
 

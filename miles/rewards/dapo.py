@@ -49,7 +49,8 @@ _GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 async def dapo_reward(config: "RunConfig", sample: Sample) -> dict[str, float | str]:
     """score: 1.0 for the right answer, else -1.0; acc: 1.0 or 0.0; pred: the answer as compared, "" without one.
 
-    Raises: ValueError for a label that is nothing once normalised.
+    Raises:
+        ValueError: nothing is left of the label once it is normalised.
     """
     label = read_label(sample.label)
     answer = normalize(find_answer(sample.response))
@@ -58,7 +59,11 @@ async def dapo_reward(config: "RunConfig", sample: Sample) -> dict[str, float | 
 
 
 def read_label(label: str) -> str:
-    """The label in the form that is compared. Raises: ValueError if nothing is left of it."""
+    """The label in the form that is compared.
+
+    Raises:
+        ValueError: nothing is left of it.
+    """
     normalized = normalize(label)
     if not normalized:
         raise UserError(f"nothing is left of the label {label!r} once it is normalised")

@@ -24,7 +24,9 @@ async def deepscaler_reward(config: "RunConfig", sample: Sample) -> float:
 
     What is equal is as with --rm-type math.
 
-    Raises: ValueError if the label can't be read as mathematics; MathTimeout.
+    Raises:
+        ValueError: the label can't be read as mathematics.
+        MathTimeout: judging took too long.
     """
     answer = after_thinking(sample.response)
     if answer is None:

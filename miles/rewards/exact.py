@@ -13,14 +13,19 @@ if TYPE_CHECKING:
 async def exact_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the response was completed and, white space around it aside, equals the label; else 0.0.
 
-    Raises: ValueError for an empty label.
+    Raises:
+        ValueError: the label is empty.
     """
     completed = sample.status == Sample.Status.COMPLETED
     return float(completed and sample.response.strip() == read_label(sample.label))
 
 
 def read_label(label: str) -> str:
-    """The label without white space around it. Raises: ValueError if nothing is left."""
+    """The label without white space around it.
+
+    Raises:
+        ValueError: nothing is left.
+    """
     if not label.strip():
         raise UserError(f"the label {label!r} is empty: nothing would be right")
     return label.strip()

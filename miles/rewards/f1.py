@@ -30,18 +30,23 @@ async def f1_reward(config: "RunConfig", sample: Sample) -> float:
     With a label of yes, no or noanswer it is 1.0 for that word alone and 0.0 otherwise. Words are what white space
     separates: a text in Chinese or Japanese is one.
 
-    Raises: ValueError for a label without words.
+    Raises:
+        ValueError: the label has no words.
     """
     label, response = read_label(sample.label), normalize(sample.response)
     if label in _CLOSED or response in _CLOSED:
         return float(label == response)
-    right, given = label.split(), response.split()
-    shared = (Counter(right) & Counter(given)).total()
-    return 2 * shared / (len(right) + len(given))
+    right, answered = label.split(), response.split()
+    shared = (Counter(right) & Counter(answered)).total()
+    return 2 * shared / (len(right) + len(answered))
 
 
 def read_label(label: str) -> str:
-    """Its words. Raises: ValueError if it has none."""
+    """Its words.
+
+    Raises:
+        ValueError: it has none.
+    """
     words = normalize(label)
     if not words:
         raise UserError(f"the label {label!r} has no words besides articles")

@@ -37,13 +37,18 @@ _SECOND = re.compile(r"[)\].:,;*_`$}\s]*(?:(?:or|and|/|&|\||,)[\s(*\[]*)+[A-Z](?
 async def gpqa_reward(config: "RunConfig", sample: Sample) -> float:
     """1.0 if the response chooses the label's letter, else 0.0; case and what surrounds it aside.
 
-    Raises: ValueError for a label that is not one letter.
+    Raises:
+        ValueError: the label is not one letter.
     """
     return float(find_choice(sample.response) == read_label(sample.label))
 
 
 def read_label(label: str) -> str:
-    """The letter, in upper case. Raises: ValueError if it is not one."""
+    """The letter, in upper case.
+
+    Raises:
+        ValueError: it is not one.
+    """
     box = last_box(label)
     letter = _ALONE.fullmatch(label.strip() if box is None else box)
     if letter is None:

@@ -40,18 +40,25 @@ async def math_reward(config: "RunConfig", sample: Sample) -> float:
 
     Which answer counts: see miles.rewards.math_worker. How it and the label are read: see miles.rewards.math_text.
 
-    Raises: ValueError if the label can't be read as mathematics; MathTimeout.
+    Raises:
+        ValueError: the label can't be read as mathematics.
+        MathTimeout: judging took too long.
     """
     return await judge(sample.label, sample.response)
 
 
 async def boxed_math_reward(config: "RunConfig", sample: Sample) -> float:
-    r"""`math_reward` of the last \boxed or \fbox; 0.0 without one. Raises: as `math_reward`."""
+    r"""`math_reward` of the last \boxed or \fbox; 0.0 without one."""
     return await judge_box(sample.label, sample.response)
 
 
 async def judge_box(label: str, text: str) -> float:
-    """1.0 if the last box of the text has the label's value, else 0.0. Raises: as `math_reward`."""
+    """1.0 if the last box of the text has the label's value, else 0.0.
+
+    Raises:
+        ValueError: the label can't be read as mathematics.
+        MathTimeout: judging took too long.
+    """
     read_label(label)
     box = last_box(text)
     return 0.0 if box is None else await judge(label, rf"\boxed{{{box}}}")
@@ -72,7 +79,9 @@ def _pool() -> "MathPool":
 class MathPool(WorkerPool):
     """Workers that judge one response at a time.
 
-    time_limit_s: CPU seconds of the worker for one response, so that a busy machine fails no good answer.
+    Args:
+        workers: how many.
+        time_limit_s: CPU seconds of a worker for one response, so that a busy machine fails no good answer.
     """
 
     def __init__(self, workers: int, time_limit_s: float) -> None:
@@ -84,7 +93,10 @@ class MathPool(WorkerPool):
     def judge(self, label: str, response: str) -> float:
         """The reward of one response; blocks, and must run in `threads`.
 
-        Raises: ValueError for a label that can't be read, MathTimeout, RuntimeError if the worker died otherwise.
+        Raises:
+            ValueError: the label can't be read.
+            MathTimeout: judging took too long.
+            RuntimeError: the worker died otherwise.
         """
         try:
             result = self.ask({"label": label, "response": response})

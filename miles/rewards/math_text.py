@@ -280,7 +280,8 @@ def read(text: str) -> Reading | None:
 def read_label(label: str) -> Reading:
     """What a label is: of what its last box holds, if it has one, or of what follows "####", as in GSM8K.
 
-    Raises: ValueError if it has no sure reading.
+    Raises:
+        ValueError: it has no sure reading.
     """
     text = label.rpartition("####")[2]
     if r"\boxed" in text or r"\fbox" in text:

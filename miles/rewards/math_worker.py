@@ -199,7 +199,8 @@ def exact(expression: sympy.Basic) -> sympy.Basic:
 def read_label(label: str) -> Reading:
     """The label, which must be equal to itself, as 0/0 is not.
 
-    Raises: ValueError if it has no sure reading, or can't be parsed.
+    Raises:
+        ValueError: it has no sure reading, or can't be parsed.
     """
     reading = math_text.read_label(label)
     if isinstance(reading, Formula) and not _equal(reading, reading):
@@ -231,7 +232,8 @@ def _rounds(expression: sympy.Basic, decimal: Number) -> bool:
 def judge(label: str, response: str) -> float:
     """1.0 if the response's answer is the label, else 0.0, also where the two can't be compared.
 
-    Raises: ValueError for an unusable label.
+    Raises:
+        ValueError: the label can't be used.
     """
     gold = read_label(label)
     if isinstance(gold, Words):

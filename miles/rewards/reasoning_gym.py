@@ -39,7 +39,9 @@ async def reasoning_gym_reward(config: "RunConfig", sample: Sample) -> float:
 
     An answer that its scorer can't read, or needs more than CPU_S seconds for, is worth 0.0.
 
-    Raises: ValueError if the row has no entry of a task, or one that its scorer can't judge; WorkerEnded.
+    Raises:
+        ValueError: the row has no entry of a task, or one that its scorer can't judge.
+        WorkerEnded: the process that scores ended.
     """
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict) or "source_dataset" not in (entry.get("metadata") or {}):

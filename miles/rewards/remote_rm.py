@@ -35,10 +35,12 @@ async def remote_reward(config: "RunConfig", sample: Sample) -> Any:
     its turn does not count. A lost connection, a cut body, a timeout, HTTP 408, 429 and 5xx are tried
     `rm_request_retries` times more, 0.5, 1, 2, ... seconds apart.
 
-    Raises: RemoteRewardError after the last attempt, and at once for another status or an answer that is not JSON or
-        over 1 MiB.
+    Raises:
+        RemoteRewardError: the last attempt failed, or one has another status or an answer that is not JSON or over
+            1 MiB.
     """
-    loop = asyncio.get_running_loop()
+    url, loop = config.rm_url, asyncio.get_running_loop()
+    assert url is not None, "the record says that it needs one"
     slots = _slots.setdefault(loop, asyncio.Semaphore(config.rm_max_concurrency))
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in range(config.rm_request_retries + 1):
@@ -46,7 +48,7 @@ async def remote_reward(config: "RunConfig", sample: Sample) -> Any:
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         try:
             async with slots:
-                status, answer = await _post(config.rm_url, body, config.rm_request_timeout)
+                status, answer = await _post(url, body, config.rm_request_timeout)
         except TimeoutError:
             failure = f"no answer within {config.rm_request_timeout:g} s (--rm-request-timeout)"
             continue
@@ -54,18 +56,20 @@ async def remote_reward(config: "RunConfig", sample: Sample) -> Any:
             failure = str(error)
             continue
         if status == 200:
-            return _decode(config.rm_url, answer)
+            return _decode(url, answer)
         failure = f"HTTP {status}: {_start_of(answer)}"
         if status < 500 and status not in _RETRIED_STATUS:
-            raise RemoteRewardError(f"{config.rm_url}: {failure}")
-    raise RemoteRewardError(f"{config.rm_url}: {failure}, in the last of {config.rm_request_retries + 1} attempt(s)")
+            raise RemoteRewardError(f"{url}: {failure}")
+    raise RemoteRewardError(f"{url}: {failure}, in the last of {config.rm_request_retries + 1} attempt(s)")
 
 
 async def _post(url: str, body: dict, timeout_s: float) -> tuple[int, bytes]:
     """Status and body; a connection of its own, so that none is left behind in any event loop.
 
-    Raises: TimeoutError; ConnectionError for whatever else of the connection failed; RemoteRewardError for a body that
-        is too long.
+    Raises:
+        TimeoutError: it took too long.
+        ConnectionError: whatever else of the connection failed.
+        RemoteRewardError: the body is too long.
     """
     import aiohttp  # Here, since the configuration reads the record: it would double the time that this takes.
 

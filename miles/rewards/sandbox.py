@@ -75,7 +75,8 @@ class Confined:
         deadline: time.monotonic() at which it is killed.
         stdin: an open file, or subprocess.PIPE for JSON lines.
 
-    Raises: SandboxError if it can't be locked in.
+    Raises:
+        SandboxError: it can't be locked in.
     """
 
     def __init__(self, mode: str, source: str, deadline: float, stdin: int) -> None:
@@ -149,7 +150,8 @@ def memory_file(text: str) -> int:
 def run_program(source: str, stdin: str, most_output: int, deadline: float) -> str | None:
     """What a program prints; None if it fails, runs too long, or prints more than `most_output` bytes.
 
-    Raises: SandboxError.
+    Raises:
+        SandboxError: it can't be locked in.
     """
     stdin_file = memory_file(stdin)
     try:
