@@ -1,17 +1,21 @@
 """Seconds to plan the optimizer steps of a million samples, and how well they are balanced; CPU only.
 
     python benchmarks/plan_step.py [--samples 1000000] [--json PATH]
+    python benchmarks/plan_step.py --shards [--samples 8192] [--tokens 32768] [--json PATH]
 
 The samples have 64 to 32,768 tokens, log-normally distributed around 1,000. Each case plans all of them, in one step or
 in steps of 4,096: in turn or by tokens into micro-batches of eight samples, or into micro-batches of at most 65,536
 tokens (--use-dynamic-batch-size), dealt by tokens or by the work of a Qwen3 of 4B parameters (--balance-by-flops). With
-siblings four samples are one trajectory. Planning is RolloutManager's work between generation and training; cutting the
-columns into the ranks' shards, which is copying, is not measured.
+siblings four samples are one trajectory. Planning is RolloutManager's work between generation and training.
 
 Columns: micro-batches (parts) of each rank in a step; the share of their tokens that is used; tokens and work of each
 step's busiest rank against the mean.
+
+With --shards: seconds from finished samples, of --tokens each, to the shards of 8 and of 64 ranks, one made after the
+other as they go to Ray's store, and the most memory that this process had, the samples and Python's modules included.
 """
 
+import resource
 import sys
 import tempfile
 import time
@@ -24,12 +28,14 @@ from sleep_wake import write_checkpoint_config
 sys.path.insert(0, str(ROOT))
 
 from miles.hf.flops import ForwardFlops, checkpoint_flops  # noqa: E402
-from miles.training.batch import TrainBatch, offsets_of  # noqa: E402
-from miles.training.schedule import StepPlan, plan_rollout  # noqa: E402
+from miles.training.batch import TrainRows  # noqa: E402
+from miles.training.schedule import StepPlan, plan_rollout, shard  # noqa: E402
+from miles.utils.types import Sample  # noqa: E402
 
 MAX_TOKENS = 65536
 STEP = 4096
 SIBLINGS = 4
+PROMPT = 1024
 WAYS = ("in turn", "balance-data", "dynamic", "dynamic, flops", "dynamic, siblings")
 # (how, samples a step or None for all, data-parallel ranks)
 CASES = [
@@ -39,21 +45,21 @@ CASES = [
 ]
 
 
-def make_batch(samples: int, siblings: int) -> TrainBatch:
+def make_batch(samples: int, siblings: int) -> TrainRows:
     """A rollout of these lengths. Only they and the masks are read: the values of a column are one value's views."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(np.log(1000), 1.0, samples).astype(np.int64), 64, 32768)
     responses = lengths - 32
     rows = np.arange(samples)
     columns = {
-        "tokens": np.broadcast_to(np.int64(0), lengths.sum()),
-        "loss_masks": np.broadcast_to(np.int32(1), responses.sum()),
+        "tokens": [np.broadcast_to(np.int32(0), length) for length in lengths],
+        "loss_masks": [np.broadcast_to(np.int8(1), length) for length in responses],
         "truncated": np.zeros(samples, dtype=np.int64),
         "sample_indices": rows,
         "group_indices": rows // 8,
         "rollout_ids": rows // siblings,
     }
-    return TrainBatch(columns, offsets_of(lengths), offsets_of(responses))
+    return TrainRows(columns, lengths, responses)
 
 
 def spread(plans: list[StepPlan], costs: np.ndarray) -> float:
@@ -92,10 +98,49 @@ def row_of(way: str, step: int | None, ranks: int, samples: int, flops: ForwardF
     }
 
 
+def answered(samples: int, tokens: int) -> list[Sample]:
+    """Finished samples of so many tokens each, as engines leave them: with ids, log-probabilities and a mask."""
+    draw, response = np.random.default_rng(0), tokens - PROMPT
+    return [
+        Sample(
+            index=index,
+            group_index=index // 8,
+            tokens=draw.integers(0, 150_000, tokens, dtype=np.int32),
+            response_length=response,
+            rollout_log_probs=-draw.random(response, dtype=np.float32),
+            loss_mask=np.ones(response, np.int8),
+            reward=float(index % 2),
+            status=Sample.Status.COMPLETED,
+        )
+        for index in range(samples)
+    ]
+
+
+def shards_of(samples: list[Sample], ranks: int) -> Row:
+    """What it takes to cut the samples into the shards of so many ranks."""
+    started, used = time.perf_counter(), time.process_time()
+    rows = TrainRows.from_samples(samples, [0.0] * len(samples))
+    sizes = {"micro_batch_size": 1, "max_tokens": None, "per_token_loss": False}
+    plans = plan_rollout(rows, global_batch_size=len(samples), dp_size=ranks, **sizes)
+    tokens = sum(len(shard(rows, plans, rank).batch["tokens"]) for rank in range(ranks))
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
+    # Linux counts in KiB.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return {"ranks": ranks, "tokens": tokens, "seconds": seconds, "CPU seconds": cpu, "peak GB": peak}
+
+
 def main() -> None:
     cli = parser(__doc__)
-    cli.add_argument("--samples", type=int, default=1_000_000, help="of the rollout (default 1,000,000)")
+    cli.add_argument("--samples", type=int, help="of the rollout (default 1,000,000; with --shards 8,192)")
+    cli.add_argument("--shards", action="store_true", help="measure cutting shards instead of planning")
+    cli.add_argument("--tokens", type=int, default=32768, help="of each sample that is cut (default 32,768)")
     options = cli.parse_args()
+    if options.shards:
+        samples = answered(options.samples or 8192, options.tokens)
+        rows = [shards_of(samples, ranks) for ranks in (64, 8)]
+        report("From samples to shards", rows, {"samples": len(samples), "tokens": options.tokens}, options.json)
+        return
+    options.samples = options.samples or 1_000_000
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint_config(Path(folder), "4B")
         flops = checkpoint_flops(folder)

@@ -66,7 +66,7 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     from miles.backends.megatron_utils.trained_model import MegatronModel
     from miles.backends.trainer.shard_trainer import ShardTrainer, policy_loss
     from miles.hf.config import load_hf_config
-    from miles.training.batch import TrainBatch
+    from miles.training.batch import TrainRows
     from miles.training.rollout_columns import trained_columns
     from miles.training.schedule import plan_for, shard
     from miles.utils.arguments import parse_args
@@ -108,7 +108,7 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
         )
         for index in range(samples)
     ]
-    table = TrainBatch.from_samples(rollout, [1.0, -1.0] * (samples // 2))
+    table = TrainRows.from_samples(rollout, [1.0, -1.0] * (samples // 2))
     mine = shard(table, plan_for(config, table), 0)
     trainer = ShardTrainer(trained, policy_loss(trained))
     columns = {"old_log_probs": torch.full((samples * (length - prompt),), -12.0)}

@@ -26,7 +26,7 @@ from miles.config import RunConfig
 from miles.ray.resume import resumed
 from miles.residency.plan import leaves_after_sync
 from miles.residency.policy import policy_of
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args
 from miles.utils.errors import ends_in_a_sentence
@@ -49,7 +49,7 @@ MOVES = [
 ]
 
 
-def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
+def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainRows:
     """16 samples in groups of four, with log-probabilities that an engine and a teacher might have given."""
     draw, teacher = random.Random(seed), random.Random(seed + 1)
     samples, rewards = [], []
@@ -71,14 +71,14 @@ def made_up_rollout(vocab_size: int, seed: int = 0) -> TrainBatch:
             )
         )
         rewards.append(0.0 if index < GROUP else draw.uniform(-1.5, 1.5))
-    return TrainBatch.from_samples(samples, rewards)
+    return TrainRows.from_samples(samples, rewards)
 
 
 def made_up_shard(config: RunConfig, vocab_size: int, dp_rank: int, masked: bool = False) -> TrainShard:
     """One data-parallel rank's share of the made-up rollout; `masked`: with every response token masked."""
     batch = made_up_rollout(vocab_size)
     if masked:
-        batch = batch.with_columns(loss_masks=batch["loss_masks"] * 0)
+        batch = batch.with_columns(loss_masks=[mask * 0 for mask in batch["loss_masks"]])
     return shard(batch, plan_for(config, batch), dp_rank)
 
 

@@ -14,7 +14,7 @@ from miles.rollout.reward_shaping import shaped_rewards
 from miles.rollout.sample_buffer import Group, oldest_first
 from miles.rollout.train_data import train_batch
 from miles.rollout.user_functions import Groups
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.training.custom import load_custom_loss, load_custom_tis
 from miles.training.data_postprocess import load_data_postprocess
 from miles.utils.types import Sample
@@ -57,7 +57,7 @@ class Hooks:
     show_all_samples: Callable[[RunConfig, Groups, Any], None] = _does_nothing
     shape_rewards: Callable[[RunConfig, Sequence[Sample]], tuple[list[float | None], list[float]]] = shaped_rewards
     make_batch: Callable[
-        [RunConfig, Sequence[Sample], Sequence[float | None] | None, Sequence[float] | None], TrainBatch
+        [RunConfig, Sequence[Sample], Sequence[float | None] | None, Sequence[float] | None], TrainRows
     ] = train_batch
     log_rollout: Callable[[RunConfig, int, Sequence[Sample], Mapping[str, float], float], bool] = _leaves_nothing_out
     log_eval: Callable[[RunConfig, int, Mapping[str, Sequence[Sample]], Mapping[str, float]], bool] = (

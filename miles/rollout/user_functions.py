@@ -25,7 +25,7 @@ from miles.rollout.hook_results import (
 )
 from miles.rollout.sample_buffer import Group
 from miles.rollout.train_data import batch_from
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.utils.dotted_path import load_function
 from miles.utils.errors import UserError
 from miles.utils.json_values import scalar, shown
@@ -206,7 +206,7 @@ def reward_post_process(
 @_of("--custom-convert-samples-to-train-data-path", "config", "samples")
 def convert(
     flag: str, function: Any, config: RunConfig, samples: Sequence[Sample], raw: Any, rewards: Any
-) -> TrainBatch:
+) -> TrainRows:
     """The training batch of what is returned. The function shapes rewards itself, if samples have any."""
     return batch_from(flag, function(config, list(samples)), samples, rewarded=rewards is not None)
 

@@ -1,49 +1,32 @@
-"""The training batch: a typed table on numpy, one row a sample, built once from Samples and sent to the trainers."""
+"""The training batch: a typed table on numpy, one row a sample, and its parts, which are sent to the trainers.
+
+`TrainRows` is a rollout as its samples hold it. `TrainBatch` is a part of it, laid end to end.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
 import numpy as np
 
+from miles.utils.array_list import as_array, joined
+from miles.utils.columns import Column, columns_of
 from miles.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from miles.utils.types import Sample
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of the table.
-
-    Args:
-        name: the column's name, as Miles calls it.
-        dtype: numpy dtype of its values.
-        per: one value a "token" (prompt and response), a "response_token", or a "sample".
-        required: whether every batch has it.
-    """
-
-    name: str
-    dtype: type
-    per: Literal["token", "response_token", "sample"]
-    required: bool = False
-
+from miles.utils.types import Sample
 
 COLUMNS = {
     column.name: column
     for column in (
-        Column("tokens", np.int64, "token", required=True),
-        Column("loss_masks", np.int32, "response_token", required=True),
-        Column("rollout_log_probs", np.float32, "response_token"),
-        Column("teacher_log_probs", np.float32, "response_token"),
+        *columns_of(Sample).values(),
         Column("rewards", np.float32, "sample"),
-        Column("raw_reward", np.float32, "sample"),
-        Column("truncated", np.int64, "sample", required=True),
-        Column("sample_indices", np.int64, "sample", required=True),
-        Column("group_indices", np.int64, "sample", required=True),
-        Column("rollout_ids", np.int64, "sample", required=True),
+        Column("raw_reward", np.float32, "sample", "reward"),
+        Column("truncated", np.int64, "sample", "is_truncated", required=True),
+        Column("sample_indices", np.int64, "sample", "index", required=True),
+        Column("group_indices", np.int64, "sample", "group_index", required=True),
+        Column("rollout_ids", np.int64, "sample", "trajectory", required=True),
         # 1 where a token was written by older weights than those of the last sync; no column: nowhere.
         Column("stale", np.int64, "sample"),
+        # Of the plan of optimizer steps (`miles.training.schedule`).
         Column("token_weights", np.float32, "sample"),
         Column("metric_weights", np.float32, "sample"),
     )
@@ -84,9 +67,11 @@ class TrainBatch:
         sizes = {"token": self.token_offsets[-1], "response_token": self.response_offsets[-1], "sample": len(self)}
         assert len(self.response_offsets) == len(self.token_offsets)
         for name, values in self.columns.items():
-            dtype, shape = COLUMNS[name].dtype, (sizes[COLUMNS[name].per],)
-            assert values.dtype == dtype, f"column {name} is {values.dtype}, not {dtype}"
-            assert values.shape == shape, f"column {name} has shape {values.shape}, not {shape}"
+            column = COLUMNS[name]
+            assert values.dtype == column.dtype, f"column {name} is {values.dtype}, not {column.dtype}"
+            assert values.ndim == 1 + len(column.dims) and len(values) == sizes[column.per], (
+                f"column {name} has shape {values.shape}, not [{sizes[column.per]}, {', '.join(column.dims)}]"
+            )
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
@@ -107,17 +92,6 @@ class TrainBatch:
         """Response tokens of each sample: int64 [samples]."""
         return np.diff(self.response_offsets)
 
-    @property
-    def mask_sums(self) -> np.ndarray:
-        """Unmasked response tokens of each sample: int64 [samples]."""
-        sums = np.zeros(len(self), dtype=np.int64)
-        held = self.response_lengths > 0
-        if held.any():
-            # In the column's own type: adding up in another is many times slower.
-            starts = self.response_offsets[:-1][held]
-            sums[held] = np.add.reduceat(self.columns["loss_masks"], starts, dtype=np.int32)
-        return sums
-
     def row(self, name: str, index: int) -> np.ndarray | np.generic:
         """The values of one sample in one column."""
         values, per = self.columns[name], COLUMNS[name].per
@@ -126,28 +100,66 @@ class TrainBatch:
         offsets = self.token_offsets if per == "token" else self.response_offsets
         return values[offsets[index] : offsets[index + 1]]
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> "TrainBatch":
-        """A new batch of `rows`, in their order."""
-        rows = np.asarray(rows, dtype=np.int64)
-        index = {
-            "token": ragged_index(self.token_offsets, rows),
-            "response_token": ragged_index(self.response_offsets, rows),
-            "sample": rows,
-        }
-        return TrainBatch(
-            columns={name: values[index[COLUMNS[name].per]] for name, values in self.columns.items()},
-            token_offsets=offsets_of(self.total_lengths[rows]),
-            response_offsets=offsets_of(self.response_lengths[rows]),
-        )
-
     def with_columns(self, **columns: np.ndarray) -> "TrainBatch":
         """The same batch with these columns added or replaced; values are cast to the declared dtype."""
         added = {name: np.asarray(values, dtype=COLUMNS[name].dtype) for name, values in columns.items()}
         return TrainBatch({**self.columns, **added}, self.token_offsets, self.response_offsets)
 
+
+@dataclass(frozen=True)
+class TrainRows:
+    """A rollout to train on, a row a sample. Its arrays are those of the samples: `select` is what copies them.
+
+    Args:
+        columns: by name. A column per token or response token is a list of one array a row; one per sample is an array.
+        total_lengths: int64 [rows], tokens of each, prompt and response.
+        response_lengths: int64 [rows], response tokens of each.
+    """
+
+    columns: Mapping[str, Any]
+    total_lengths: np.ndarray
+    response_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.total_lengths)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    @property
+    def mask_sums(self) -> np.ndarray:
+        """Unmasked response tokens of each row: int64 [rows]."""
+        return np.array([np.count_nonzero(mask) for mask in self.columns["loss_masks"]], dtype=np.int64)
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> TrainBatch:
+        """The batch of `rows`, in their order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        places = rows.tolist()
+
+        def of(column: Column) -> np.ndarray:
+            values = self.columns[column.name]
+            if column.per == "sample":
+                return values[rows]
+            nothing = np.empty((0,) * (1 + len(column.dims)), column.dtype)
+            return joined([nothing, *(values[place] for place in places)])
+
+        return TrainBatch(
+            columns={name: of(COLUMNS[name]) for name in self.columns},
+            token_offsets=offsets_of(self.total_lengths[rows]),
+            response_offsets=offsets_of(self.response_lengths[rows]),
+        )
+
+    def with_columns(self, **columns: Any) -> "TrainRows":
+        """The same rows with these columns added or replaced, one entry a row; they are cast to the declared type."""
+        added = {name: _typed(COLUMNS[name], values) for name, values in columns.items()}
+        return TrainRows({**self.columns, **added}, self.total_lengths, self.response_lengths)
+
     @classmethod
-    def from_samples(cls, samples: Sequence["Sample"], rewards: Sequence[float] | None) -> "TrainBatch":
-        """Builds the table, a row a sample in the given order.
+    def from_samples(cls, samples: Sequence[Sample], rewards: Sequence[float] | None) -> "TrainRows":
+        """The rows of samples, in the given order.
 
         A sample with `remove_sample`, or with reward None where there are rewards, gets a loss mask of zeros: it has no
         gradient and no part in any mean.
@@ -165,41 +177,83 @@ class TrainBatch:
             raise UserError(f"got {len(rewards)} rewards for {len(samples)} samples")
         for sample in samples:
             _check_sample(sample)
-        response_lengths = np.array([sample.response_length for sample in samples], dtype=np.int64)
-        masks = [[1] * s.response_length if s.loss_mask is None else s.loss_mask for s in samples]
-        counted = np.array([not s.remove_sample and (rewards is None or s.reward is not None) for s in samples])
-        columns = {
-            "tokens": _flat((sample.tokens for sample in samples), np.int64),
-            "loss_masks": _flat(masks, np.int32) * np.repeat(counted, response_lengths),
-            "truncated": np.array([sample.status.value == "truncated" for sample in samples], dtype=np.int64),
-            "sample_indices": np.array([sample.index for sample in samples], dtype=np.int64),
-            "group_indices": np.array([sample.group_index for sample in samples], dtype=np.int64),
-            "rollout_ids": np.array([sample.trajectory for sample in samples], dtype=np.int64),
-        }
-        _check_rollouts(columns["rollout_ids"], columns["group_indices"])
-        log_probs = {
-            "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
-            "teacher_log_probs": [sample.teacher_log_probs for sample in samples],
-        }
-        for name, values in log_probs.items():
-            given = sum(value is not None for value in values)
-            if given not in (0, len(samples)):
-                raise UserError(f"{given} of {len(samples)} samples have {name}: all or none must")
-            if given:
-                columns[name] = _flat(values, np.float32)
-        if rewards is not None:
-            raw = [np.nan if sample.reward is None else sample.reward for sample in samples]
-            columns["raw_reward"] = np.array(raw, dtype=np.float32)
-            columns["rewards"] = np.array(rewards, dtype=np.float32)
-            if not np.isfinite(columns["rewards"]).all():
-                bad = np.sum(~np.isfinite(columns["rewards"]))
-                raise UserError(f"{bad} of {len(samples)} rewards aren't finite numbers")
-        total_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
-        return cls(columns, offsets_of(total_lengths), offsets_of(response_lengths))
+        return cls.from_lists(lists_from(samples, rewards))
+
+    @classmethod
+    def from_lists(cls, lists: Mapping[str, Sequence[Any]]) -> "TrainRows":
+        """The rows of lists of one entry a row, named as columns are, and `response_lengths`.
+
+        Raises:
+            ValueError: entries of the wrong type, or that contradict each other; the row is named.
+        """
+        columns = {}
+        for column in COLUMNS.values():
+            values = lists.get(column.name)
+            if values is None:
+                assert not column.required, f"column {column.name} is missing"
+            elif column.per == "sample" or not (absent := sum(value is None for value in values)):
+                columns[column.name] = _typed(column, values)
+            elif absent < len(values):
+                there = len(values) - absent
+                raise UserError(f"{there} of {len(values)} samples have {column.name}: all or none must")
+        total_lengths = np.array([len(tokens) for tokens in columns["tokens"]], dtype=np.int64)
+        rows = cls(columns, total_lengths, np.array(lists["response_lengths"], dtype=np.int64))
+        _check_rows(rows)
+        return rows
 
 
-def _flat(rows, dtype) -> np.ndarray:
-    return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+def lists_from(samples: Sequence[Sample], rewards: Sequence[float] | None) -> dict[str, list[Any]]:
+    """Each column that comes from samples, and `rewards`, as a list of one entry a sample; arrays are not copied.
+
+    Where a sample lacks what not every batch has, its entry is None.
+    """
+    lists = {
+        column.name: [getattr(sample, column.attribute) for sample in samples]
+        for column in COLUMNS.values()
+        if column.attribute is not None
+    }
+    lists["response_lengths"] = [sample.response_length for sample in samples]
+    counted = [not sample.remove_sample and (rewards is None or sample.reward is not None) for sample in samples]
+    lists["loss_masks"] = [
+        sample.mask if counts else np.broadcast_to(np.int8(0), sample.response_length)
+        for sample, counts in zip(samples, counted, strict=True)
+    ]
+    if rewards is None:
+        del lists["raw_reward"]
+    else:
+        lists["rewards"] = list(rewards)
+    return lists
+
+
+def _typed(column: Column, values: Sequence[Any]) -> Any:
+    if column.per == "sample":
+        return np.array([np.nan if value is None else value for value in values], dtype=column.dtype)
+    return [as_array(value, f"{column.name}[{row}]", column.dtype, column.dims) for row, value in enumerate(values)]
+
+
+def _check_rows(rows: TrainRows) -> None:
+    """Raise UserError, with the row's numbers, if the lengths of its parts or the values of columns can't be."""
+    for row, (tokens, response) in enumerate(zip(rows.total_lengths, rows.response_lengths, strict=True)):
+
+        def refused(words: str, row: int = row) -> UserError:
+            return UserError(f"sample {rows['sample_indices'][row]} of group {rows['group_indices'][row]}: {words}")
+
+        if not 0 <= response <= tokens:
+            raise refused(f"response_length {response} does not fit {tokens} tokens")
+        for name, values in rows.columns.items():
+            column = COLUMNS[name]
+            length, what = (response, "a response") if column.per == "response_token" else (tokens, "a sample")
+            if column.per != "sample" and len(values[row]) != length:
+                part = column.attribute or name
+                raise refused(f"{part} has {len(values[row])} entries for {what} of {length} tokens")
+        if tokens == response:
+            raise refused("the prompt has no tokens; nothing predicts the first token of the response")
+        mask = rows["loss_masks"][row]
+        if mask.view(np.uint8).max(initial=0) > 1:
+            raise refused(f"loss_mask holds {np.unique(mask).tolist()}; only 0 and 1 are allowed")
+    _check_rollouts(rows["rollout_ids"], rows["group_indices"])
+    if "rewards" in rows and (bad := np.sum(~np.isfinite(rows["rewards"]))):
+        raise UserError(f"{bad} of {len(rows)} rewards aren't finite numbers")
 
 
 def _check_rollouts(rollout_ids: np.ndarray, group_indices: np.ndarray) -> None:
@@ -213,14 +267,10 @@ def _check_rollouts(rollout_ids: np.ndarray, group_indices: np.ndarray) -> None:
         )
 
 
-def _check_sample(sample: "Sample") -> None:
+def _check_sample(sample: Sample) -> None:
     name = f"sample {sample.index} of group {sample.group_index}"
     if sample.index is None or sample.group_index is None:
         raise UserError(f"{name}: a sample to train on needs an index and a group_index; the data source sets them")
-    if sample.status.value == "pending":
+    if sample.status is Sample.Status.PENDING:
         raise UserError(f"{name}: status is pending; only samples that were generated can be trained on")
     sample.validate()
-    if sample.prompt_length < 1:
-        raise UserError(f"{name}: the prompt has no tokens; nothing predicts the first token of the response")
-    if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
-        raise UserError(f"{name}: loss_mask holds {sorted(set(sample.loss_mask))}; only 0 and 1 are allowed")

@@ -1,17 +1,14 @@
 """Which sample is trained on in which step, on which data-parallel rank, in which micro-batch, and what it weighs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles.config import RunConfig
 from miles.hf.flops import checkpoint_flops
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainBatch, TrainRows
 from miles.training.schedule_micro_batches import fixed_micro_batches, token_micro_batches
 from miles.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from miles.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class TrainShard:
     steps: list[StepShard]
 
 
-def plan_for(config: "RunConfig", batch: TrainBatch) -> list[StepPlan]:
+def plan_for(config: RunConfig, batch: TrainRows) -> list[StepPlan]:
     """The steps of a rollout as `config` wants them: see `plan_rollout`."""
     costs = None
     if config.balance_by_flops:
@@ -81,7 +78,7 @@ def plan_for(config: "RunConfig", batch: TrainBatch) -> list[StepPlan]:
 
 
 def plan_rollout(
-    batch: TrainBatch,
+    batch: TrainRows,
     *,
     global_batch_size: int,
     dp_size: int,
@@ -154,7 +151,7 @@ def plan_rollout(
     return plans
 
 
-def shard(batch: TrainBatch, plan: list[StepPlan], dp_rank: int) -> TrainShard:
+def shard(batch: TrainRows, plan: list[StepPlan], dp_rank: int) -> TrainShard:
     """The rows and steps of one data-parallel rank. Its rows are stored in the order in which they are trained on."""
     rows, fillers, steps = [], [], []
     token_weights, metric_weights = np.zeros(len(batch), np.float32), np.zeros(len(batch), np.float32)

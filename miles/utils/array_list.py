@@ -1,7 +1,7 @@
 """Lists of numbers that are numpy arrays in memory: what a sample holds of its tokens."""
 
 import operator
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, SupportsIndex, overload
 
 import numpy as np
@@ -54,7 +54,7 @@ def _refused(values: Any, what: str, dtype: type[np.generic], dims: tuple[str, .
     if np.issubdtype(dtype, np.integer):
         kind = f"integers from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
     entries = f", each entry of the shape [{', '.join(dims)}]" if dims else ""
-    return UserError(f"{what} is {shown(values)}; it must be a list of {kind}{entries}")
+    return UserError(f"{what} = {shown(values)}; it must be a list of {kind}{entries}")
 
 
 class ArrayList(MutableSequence[Any]):
@@ -138,11 +138,11 @@ class ArrayList(MutableSequence[Any]):
     def insert(self, index: SupportsIndex, value: Any) -> None:
         """Put an entry before the one at `index`."""
         place, _, _ = slice(index, None).indices(len(self))
-        self.array = _joined(self.array[:place], self._like([value]), self.array[place:])
+        self.array = joined([self.array[:place], self._like([value]), self.array[place:]])
 
     def extend(self, values: Iterable[Any]) -> None:
         """Add entries at the end."""
-        self.array = _joined(self.array, self._like(values if isinstance(values, list | np.ndarray) else [*values]))
+        self.array = joined([self.array, self._like(values if isinstance(values, list | np.ndarray) else [*values])])
 
     def __iadd__(self, values: Iterable[Any]) -> "ArrayList":
         self.extend(values)
@@ -151,7 +151,7 @@ class ArrayList(MutableSequence[Any]):
     def __add__(self, other: list[Any]) -> "ArrayList":
         if not isinstance(other, list):
             return NotImplemented
-        return ArrayList(_joined(self.array, self._like(other)))
+        return ArrayList(joined([self.array, self._like(other)]))
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return other + self.tolist() if isinstance(other, list) else NotImplemented
@@ -165,9 +165,9 @@ class ArrayList(MutableSequence[Any]):
 
     def _like(self, values: Any) -> np.ndarray:
         dims = tuple(map(str, self.array.shape[1:]))
-        return as_array(values, "what a list of numbers is given", self.array.dtype.type, dims)
+        return as_array(values, "an entry of a list of numbers", self.array.dtype.type, dims)
 
 
-def _joined(*parts: np.ndarray) -> np.ndarray:
-    """End to end; where entries are arrays, those of no entries don't know their shape."""
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One or more arrays end to end. Where entries are arrays themselves, one without any does not know their shape."""
     return np.concatenate([part for part in parts if len(part)] or parts[:1])

@@ -64,7 +64,7 @@ class ArrayField[Value: ArrayList | None]:
     def __set__(self, instance: Any, values: Any) -> None:
         column = self.column
         if values is not None or column.required:
-            what = f"{column.attribute} of sample {vars(instance).get('index')}"
+            what = f"sample {vars(instance).get('index')}: {column.attribute}"
             array = as_array(values, what, column.dtype, column.dims)
             # A list that is set is the list that is read.
             values = values if type(values) is ArrayList and values.array is array else ArrayList(array)

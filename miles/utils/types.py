@@ -116,6 +116,11 @@ class Sample:
         return self.status not in (self.Status.PENDING, self.Status.ABORTED)
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether it was cut off at a length limit."""
+        return self.status is self.Status.TRUNCATED
+
+    @property
     def mask(self) -> np.ndarray:
         """Which response tokens are trained on, not to be changed: int8 [response_length].
 

@@ -9,7 +9,7 @@ from miles.config import RunConfig
 from miles.rollout.hooks import Hooks
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.train_data import check_log_probs
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.training.schedule import plan_for, shard
 from miles.utils.types import Sample
 
@@ -64,7 +64,7 @@ def _is_stale(sample: Sample, version: int | None) -> bool:
     return version is not None and any(own != str(version) for own in sample.weight_versions)
 
 
-def _shards(config: RunConfig, batch: TrainBatch) -> list[ray.ObjectRef]:
+def _shards(config: RunConfig, batch: TrainRows) -> list[ray.ObjectRef]:
     if not config.needs_trainer:
         return []
     plan = plan_for(config, batch)

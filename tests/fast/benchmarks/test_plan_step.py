@@ -32,6 +32,15 @@ def test_cases(plan_step):
     assert by_case["dynamic, flops"]["work"] < by_case["dynamic"]["work"] < by_case["in turn"]["work"]
 
 
+def test_shards(plan_step):
+    samples = plan_step.answered(16, 2000)
+    # 4 bytes an id, 4 a log-probability, 1 a mask; the lists that they read as would take more than ten times that.
+    held = [sum(values.array.nbytes for values in vars(s).values() if hasattr(values, "array")) for s in samples]
+    assert held == [4 * 2000 + 5 * 976] * 16
+    row = plan_step.shards_of(samples, 4)
+    assert row["tokens"] == 16 * 2000 and row["peak GB"] > 0
+
+
 def test_busiest_rank(plan_step):
     batch = plan_step.make_batch(4, 1)
     plans = plan_rollout(

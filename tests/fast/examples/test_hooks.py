@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -176,7 +177,7 @@ def test_convert(configured):
     hooks = load_hooks(config, None)
     raw, rewards = hooks.shape_rewards(config, samples)
     batch = hooks.make_batch(config, samples, raw, rewards)
-    assert batch["loss_masks"].tolist() == [0, 1, 1, 1, 0, 0, *[1] * 6]
+    assert np.concatenate(batch["loss_masks"]).tolist() == [0, 1, 1, 1, 0, 0, *[1] * 6]
     assert batch["rewards"].tolist() == pytest.approx(rewards)
 
 

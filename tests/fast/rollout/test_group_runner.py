@@ -10,7 +10,7 @@ from miles.rollout.group_runner import GroupRunner, mask_older_versions, run_gro
 from miles.rollout.hooks import Hooks
 from miles.rollout.sample_buffer import SampleBuffer
 from miles.rollout.user_functions import generate as user_generate
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from miles.utils.user_code import guarded
@@ -76,8 +76,8 @@ async def test_one_bad_member_leaves_the_others(config):
     assert group[1].remove_sample and group[1].reward is None and group[1].tokens == [1, 2]
     assert (runner.tally.failed, runner.tally.retried) == (1, 1)
     assert runner.tally.first_failure == "sample 1 of group 0: no"
-    batch = TrainBatch.from_samples(group, [0.0] * 4)
-    assert batch["loss_masks"].tolist() == [1, 1, 1]
+    rows = TrainRows.from_samples(group, [0.0] * 4)
+    assert [mask.tolist() for mask in rows["loss_masks"]] == [[1], [], [1], [1]]
 
 
 async def test_a_request_that_fails_as_a_whole_is_tried_member_by_member(config):
@@ -179,7 +179,7 @@ async def test_several_pieces_share_the_reward_of_the_last(config):
     _, group = await run(config, FakePool(), Hooks(generate=users(generate)))
     assert [sample.trajectory for sample in group] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [sample.reward for sample in group] == [1.0] * 8
-    TrainBatch.from_samples(group, [0.0] * 8)
+    TrainRows.from_samples(group, [0.0] * 8)
 
     saved = json.loads(json.dumps([sample.to_dict() for sample in group]))
     buffer = SampleBuffer()
@@ -345,7 +345,7 @@ async def test_the_teacher_looks_at_what_did_not_fail(config):
     pool = FakePool(lambda sample: RequestFailed("no") if sample.index == 1 else "a")
     _, group = await run(config, pool, teacher=FakeTeacher())
     assert [sample.teacher_log_probs for sample in group] == [[-1.0], [], [-1.0], [-1.0]]
-    TrainBatch.from_samples(group, [0.0] * 4)
+    TrainRows.from_samples(group, [0.0] * 4)
     with pytest.raises(RuntimeError, match="teacher is gone"):
         await run(config, pool, teacher=FakeTeacher(RuntimeError("teacher is gone")))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miles.rollout.sample_io import load_samples, read_samples, samples_path, save_samples
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.utils.types import Sample
 
 ROOT = Path(__file__).parents[3]
@@ -185,7 +185,7 @@ def test_a_batch_of_loaded_samples_is_bit_equal(tmp_path):
         sample.status = Sample.Status.TRUNCATED if index % 3 else Sample.Status.COMPLETED
     save_samples(str(tmp_path / TEMPLATE), 0, groups)
     straight, loaded = (
-        TrainBatch.from_samples(samples, [sample.reward or 0.0 for sample in samples])
+        TrainRows.from_samples(samples, [sample.reward or 0.0 for sample in samples]).select(range(len(samples)))
         for samples in (sum(groups, []), sum(load_samples(str(tmp_path / TEMPLATE), 0), []))
     )
     assert list(straight.columns) == list(loaded.columns)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from miles.rollout.train_data import batch_from, train_data
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.rollout.finished_samples import four_samples
@@ -13,7 +13,8 @@ from tests.fast.rollout.finished_samples import four_samples
 FLAG = "--custom-convert-samples-to-train-data-path"
 
 
-def equal_batches(a: TrainBatch, b: TrainBatch) -> bool:
+def equal_rows(a: TrainRows, b: TrainRows) -> bool:
+    a, b = (rows.select(range(len(rows))) for rows in (a, b))
     return set(a.columns) == set(b.columns) and all(
         np.array_equal(a[name], b[name], equal_nan=a[name].dtype.kind == "f") for name in a.columns
     )
@@ -29,11 +30,11 @@ def test_the_data_that_miles_makes_becomes_the_batch_that_miles_makes():
     for sample in samples:
         sample.teacher_log_probs = [-1.0, -2.0]
     rewards = [0.5, -0.5, 0.25, -0.25]
-    ours = TrainBatch.from_samples(samples, rewards)
+    ours = TrainRows.from_samples(samples, rewards)
     assert ours.mask_sums.tolist() == [0, 0, 2, 2]
-    assert equal_batches(batch_from(FLAG, train_data(samples, rewards), samples, rewarded=True), ours)
+    assert equal_rows(batch_from(FLAG, train_data(samples, rewards), samples, rewarded=True), ours)
     supervised = batch_from(FLAG, train_data(samples, None), samples, rewarded=False)
-    assert equal_batches(supervised, TrainBatch.from_samples(samples, None))
+    assert equal_rows(supervised, TrainRows.from_samples(samples, None))
 
 
 def test_what_follows_from_the_rest_may_be_left_out():
@@ -90,7 +91,7 @@ def an_unknown_sample(data):
             "returned 3 rollout_ids for 4 trajectories, 1 of which are missing and 0 unk",
         ),
         (with_entry("rollout_ids", [0, 1, 2, 7]), "4 trajectories, 1 of which are missing and 1 unknown"),
-        (with_entry("tokens", [1.0, 2.0], 1), "returned tokens[1] = [1.0, 2.0] (list); it must be a list of integers"),
+        (with_entry("tokens", [1.5, 2.0], 1), "returned tokens[1] = [1.5, 2.0] (list); it must be a list of integers"),
         (with_entry("response_lengths", "2", 0), "returned response_lengths[0] = '2' (str); it must be an integer"),
         (with_entry("loss_masks", [1], 3), "sample 3 of group 1: loss_mask has 1 entries for a response of 2 tokens"),
         (with_entry("loss_masks", [1, 2], 3), "loss_mask holds [1, 2]; only 0 and 1 are allowed"),
@@ -118,11 +119,11 @@ def test_only_a_dict():
 
 
 def test_a_fault_of_the_program_is_not_laid_on_the_function(monkeypatch):
-    def broken(rows, rewards):
+    def broken(lists):
         raise ValueError("zip() argument 2 is shorter than argument 1")
 
     samples = four_samples()
-    monkeypatch.setattr(TrainBatch, "from_samples", broken)
+    monkeypatch.setattr(TrainRows, "from_lists", broken)
     with pytest.raises(ValueError, match="^zip") as caught:
         batch_from(FLAG, train_data(samples, [1.0] * 4), samples, rewarded=True)
     assert not isinstance(caught.value, UserError)

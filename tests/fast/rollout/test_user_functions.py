@@ -167,7 +167,7 @@ async def test_one_sample_stays_as_it_is(config):
             finished(0, 0, metadata={"a": [{1}]}),
             "metadata of sample 12 of group 4['a'][0] is {1} (set), which JSON has",
         ),
-        (lambda: finished(0, 0, tokens=[1, 2, object(), 4]), "tokens of sample 0 is [1, 2, <object"),
+        (lambda: finished(0, 0, tokens=[1, 2, object(), 4]), "sample 0: tokens = [1, 2, <object"),
         (
             finished(0, 0, status="done"),
             "the status of sample 12 of group 4 is 'done' (str); it must be one of pending",

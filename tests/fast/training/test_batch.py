@@ -3,13 +3,18 @@ import pickle
 import numpy as np
 import pytest
 
-from miles.training.batch import TrainBatch
+from miles.training.batch import TrainRows
 from miles.utils.types import Sample
 
 
 def sample(index, prompt, response, **fields):
     fields = {"status": Sample.Status.COMPLETED, "reward": 1.0, "group_index": index // 2} | fields
     return Sample(index=index, tokens=prompt + response, response_length=len(response), **fields)
+
+
+def whole(samples, rewards):
+    """All of the rows end to end."""
+    return TrainRows.from_samples(samples, rewards).select(range(len(samples)))
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def samples():
 
 
 def test_columns_hold_what_the_samples_hold(samples):
-    batch = TrainBatch.from_samples(samples, [0.5, -0.5, 0.0, 0.0])
+    batch = whole(samples, [0.5, -0.5, 0.0, 0.0])
     assert len(batch) == 4
     assert batch["tokens"].tolist() == list(range(1, 15))
     assert batch.total_lengths.tolist() == [5, 2, 4, 3]
@@ -40,7 +45,7 @@ def test_teacher_and_trajectories(samples):
     for one in samples:
         one.teacher_log_probs = [-1.0 - one.index] * one.response_length
     samples[3].rollout_id = samples[2].index
-    batch = TrainBatch.from_samples(samples, None)
+    batch = whole(samples, None)
     assert batch["rollout_ids"].tolist() == [0, 1, 2, 2]
     assert batch.row("teacher_log_probs", 2).tolist() == [-3.0, -3.0]
 
@@ -48,34 +53,34 @@ def test_teacher_and_trajectories(samples):
 def test_sums_of_masks_where_responses_are_empty():
     masks = [[], [1, 0, 1], [], [], [1], []]
     samples = [sample(index, [1], [2] * len(mask), loss_mask=mask) for index, mask in enumerate(masks)]
-    batch = TrainBatch.from_samples(samples, None)
-    assert batch.mask_sums.tolist() == [0, 2, 0, 0, 1, 0]
-    assert batch.select([0, 2]).mask_sums.tolist() == [0, 0]
-    assert batch.mask_sums.dtype == np.int64
+    rows = TrainRows.from_samples(samples, None)
+    assert rows.mask_sums.tolist() == [0, 2, 0, 0, 1, 0]
+    assert len(rows.select([0, 2])["loss_masks"]) == 0
+    assert rows.mask_sums.dtype == np.int64
 
 
 def test_abstained_and_removed_samples_are_masked(samples):
-    batch = TrainBatch.from_samples(samples, [0.5, -0.5, 0.0, 0.0])
-    assert batch["loss_masks"].tolist() == [1, 0, 1, 1, 0, 0, 0, 0]
-    assert batch.mask_sums.tolist() == [2, 1, 0, 0]
+    rows = TrainRows.from_samples(samples, [0.5, -0.5, 0.0, 0.0])
+    assert [mask.tolist() for mask in rows["loss_masks"]] == [[1, 0, 1], [1], [0, 0], [0, 0]]
+    assert rows.mask_sums.tolist() == [2, 1, 0, 0]
 
 
 def test_supervised_samples_need_no_reward(samples):
     for one in samples:
         one.reward, one.rollout_log_probs = None, None
-    batch = TrainBatch.from_samples(samples, None)
-    assert batch.mask_sums.tolist() == [2, 1, 2, 0]
-    assert "rewards" not in batch and "rollout_log_probs" not in batch
+    rows = TrainRows.from_samples(samples, None)
+    assert rows.mask_sums.tolist() == [2, 1, 2, 0]
+    assert "rewards" not in rows and "rollout_log_probs" not in rows
 
 
 def test_select_and_pickle_keep_rows_whole(samples):
-    batch = TrainBatch.from_samples(samples, [0.5, -0.5, 0.0, 0.25])
-    picked = pickle.loads(pickle.dumps(batch.select([3, 0])))
+    rows = TrainRows.from_samples(samples, [0.5, -0.5, 0.0, 0.25])
+    picked = pickle.loads(pickle.dumps(rows.select([3, 0])))
     assert picked["tokens"].tolist() == [12, 13, 14, 1, 2, 3, 4, 5]
     assert picked["loss_masks"].tolist() == [0, 0, 1, 0, 1]
     assert picked["rewards"].tolist() == [0.25, 0.5]
     assert picked.row("tokens", 1).tolist() == [1, 2, 3, 4, 5]
-    assert len(batch.select([])) == 0
+    assert len(rows.select([])) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,13 +102,13 @@ def test_refuses_a_broken_sample(samples, change, words):
     for name, value in change.items():
         setattr(samples[0], name, value)
     with pytest.raises(ValueError, match=words):
-        TrainBatch.from_samples(samples, [0.0] * 4)
+        TrainRows.from_samples(samples, [0.0] * 4)
 
 
 def test_refuses_wrong_rewards(samples):
     with pytest.raises(ValueError, match="3 rewards for 4 samples"):
-        TrainBatch.from_samples(samples, [0.0] * 3)
+        TrainRows.from_samples(samples, [0.0] * 3)
     with pytest.raises(ValueError, match="1 of 4 rewards"):
-        TrainBatch.from_samples(samples, [0.0, np.nan, 0.0, 0.0])
+        TrainRows.from_samples(samples, [0.0, np.nan, 0.0, 0.0])
     with pytest.raises(ValueError, match="at least one sample"):
-        TrainBatch.from_samples([], [])
+        TrainRows.from_samples([], [])

@@ -8,8 +8,8 @@ from miles.training.packing import pack
 def make_batch():
     """Samples of 2 + 2, 1 + 3 and 3 + 1 tokens."""
     columns = {
-        "tokens": np.arange(1, 13),
-        "loss_masks": np.array([1, 1, 1, 0, 1, 1], dtype=np.int32),
+        "tokens": np.arange(1, 13, dtype=np.int32),
+        "loss_masks": np.array([1, 1, 1, 0, 1, 1], dtype=np.int8),
         "rollout_log_probs": np.arange(6, dtype=np.float32),
         "rewards": np.array([0.5, -0.5, 2.0], dtype=np.float32),
         "truncated": np.zeros(3, dtype=np.int64),
@@ -61,7 +61,7 @@ def test_response_index_puts_results_back():
 
 def test_a_sample_without_a_response():
     columns = {name: values[:1] for name, values in make_batch().columns.items()}
-    columns |= {"tokens": np.arange(4), "loss_masks": np.zeros(0, np.int32)}
+    columns |= {"tokens": np.arange(4, dtype=np.int32), "loss_masks": np.zeros(0, np.int8)}
     del columns["rollout_log_probs"]
     packed = pack(TrainBatch(columns, np.array([0, 4]), np.array([0, 0])), [0], 1, "cpu")
     assert packed.logit_index_N.shape == packed.weight_N.shape == (0,)

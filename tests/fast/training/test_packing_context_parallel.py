@@ -14,8 +14,8 @@ def make_batch():
     generator = np.random.default_rng(0)
     total, responses, samples = sum(LENGTHS), sum(RESPONSES), len(LENGTHS)
     columns = {
-        "tokens": np.arange(1, total + 1),
-        "loss_masks": generator.integers(0, 2, responses, dtype=np.int32),
+        "tokens": np.arange(1, total + 1, dtype=np.int32),
+        "loss_masks": generator.integers(0, 2, responses, dtype=np.int8),
         "rollout_log_probs": generator.random(responses, dtype=np.float32),
         "rewards": generator.random(samples, dtype=np.float32),
         "truncated": np.zeros(samples, dtype=np.int64),

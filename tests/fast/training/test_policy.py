@@ -13,7 +13,7 @@ from miles.training.packing import pack
 from miles.training.policy import PolicySettings, compute_policy_loss, compute_sft_loss, compute_value_loss
 from miles.training.schedule import plan_rollout, shard
 from miles.training.vocab_parallel import log_probs_and_entropy
-from tests.fast.training.micro_batches import VOCAB, make_batch, whole_step
+from tests.fast.training.micro_batches import VOCAB, make_batch, rows_of, whole_step
 from tests.fast.training.plain_policy import PlainSample, plain_policy_loss
 
 # Two samples by four tokens, with holes. Current minus old log-probabilities reach over both clipping bounds.
@@ -330,10 +330,10 @@ def run_step(settings, per_token_loss, **sizes):
     batch = make_batch(CUT_MASKS)
     embedding = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)).requires_grad_()
     num_responses = batch.response_lengths.sum()
-    plan = plan_rollout(batch, global_batch_size=8, per_token_loss=per_token_loss, **sizes)
+    plan = plan_rollout(rows_of(batch), global_batch_size=8, per_token_loss=per_token_loss, **sizes)
     totals = {}
     for rank in range(sizes["dp_size"]):
-        part = shard(batch, plan, rank)
+        part = shard(rows_of(batch), plan, rank)
         noise = torch.randn(2, num_responses, generator=torch.Generator().manual_seed(2)) * 0.3
         # The columns of a rank follow its rows, as those that a trainer computes do.
         local = [batch.response_offsets[i] + np.arange(batch.response_lengths[i]) for i in part.batch["sample_indices"]]

@@ -37,8 +37,8 @@ def config(**changes):
 def batch():
     lengths = np.array([5, 5])
     columns = {
-        "tokens": np.arange(10),
-        "loss_masks": np.array(MASKS, dtype=np.int32),
+        "tokens": np.arange(10, dtype=np.int32),
+        "loss_masks": np.array(MASKS, dtype=np.int8),
         "truncated": np.zeros(2, dtype=np.int64),
         "sample_indices": np.arange(2),
         "group_indices": np.zeros(2, dtype=np.int64),

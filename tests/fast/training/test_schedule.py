@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from miles.hf.flops import checkpoint_flops
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
-from miles.training.batch import TrainBatch, offsets_of
+from miles.training.batch import TrainRows
 from miles.training.schedule import plan_for, plan_rollout, shard
 from miles.utils.arguments import parse_args
 
@@ -14,16 +14,21 @@ def make_batch(total_lengths, response_lengths=None, masks=None, rollout_ids=Non
     total_lengths = np.asarray(total_lengths)
     response_lengths = total_lengths - 1 if response_lengths is None else np.asarray(response_lengths)
     rows = np.arange(len(total_lengths))
-    masks = np.ones(response_lengths.sum()) if masks is None else np.concatenate(masks)
+    masks = [np.ones(length) for length in response_lengths] if masks is None else masks
     columns = {
-        "tokens": np.repeat(rows, total_lengths).astype(np.int64),
-        "loss_masks": masks.astype(np.int32),
+        "tokens": [np.full(length, row, np.int32) for row, length in enumerate(total_lengths)],
+        "loss_masks": [np.array(mask, np.int8) for mask in masks],
         "truncated": np.zeros(len(rows), dtype=np.int64),
         "sample_indices": rows.astype(np.int64),
         "group_indices": (rows // 2).astype(np.int64),
         "rollout_ids": rows if rollout_ids is None else np.array(rollout_ids),
     }
-    return TrainBatch(columns, offsets_of(total_lengths), offsets_of(response_lengths))
+    return TrainRows(columns, total_lengths, response_lengths)
+
+
+def mask_sums(batch):
+    """Unmasked response tokens of each row of a shard."""
+    return [int(batch.row("loss_masks", row).sum()) for row in range(len(batch))]
 
 
 def plan(batch, **options):
@@ -55,7 +60,7 @@ def test_a_rank_without_enough_rows_gets_masked_copies_of_the_shortest():
     part = shard(batch, steps, 2)
     assert [step.micro_batches for step in part.steps] == [[[0], [1]], [[2]]]
     assert part.batch["sample_indices"].tolist() == [2, 2, 4]
-    assert part.batch.mask_sums.tolist() == [2, 0, 0]
+    assert mask_sums(part.batch) == [2, 0, 0]
     for name in ("token_weights", "metric_weights"):
         assert part.batch[name].tolist() == np.float32([1 / 4 / 2, 0, 0]).tolist()
     assert batch.mask_sums.tolist() == [4, 3, 2, 6, 5]  # the rollout's own masks are untouched
@@ -64,9 +69,10 @@ def test_a_rank_without_enough_rows_gets_masked_copies_of_the_shortest():
 @pytest.mark.parametrize("loss", [{}, {"per_token_loss": True}, {"constant_length": 8}])
 def test_a_step_weighs_if_any_token_of_any_rank_counts(loss):
     batch = make_batch([3] * 12)
-    masks = batch["loss_masks"].copy()
-    masks[8:16] = 0  # of four samples, which are the second step
-    masks[16:23] = 0  # all but the last token of the third
+    masks = [mask.copy() for mask in batch["loss_masks"]]
+    for mask in masks[4:11]:  # the second step, and three samples of the third
+        mask[:] = 0
+    masks[11][0] = 0  # all but the last token of the third
     batch = batch.with_columns(loss_masks=masks)
     steps = plan(batch, global_batch_size=4, dp_size=2, **loss)
     for rank in range(2):
@@ -236,7 +242,7 @@ def test_any_rollout_is_planned_whole(case):
 
     # Every sample is trained on once. What comes on top is masked and weighs nothing.
     indices = np.concatenate([part.batch["sample_indices"] for part in parts])
-    real = np.concatenate([part.batch.mask_sums == batch.mask_sums[part.batch["sample_indices"]] for part in parts])
+    real = np.concatenate([mask_sums(part.batch) == batch.mask_sums[part.batch["sample_indices"]] for part in parts])
     weights = np.concatenate([part.batch["token_weights"] for part in parts])
     assert set(indices.tolist()) == set(range(len(batch)))
     assert sorted(indices[weights > 0].tolist()) == np.flatnonzero(batch.mask_sums > 0).tolist()
@@ -257,7 +263,7 @@ def test_any_rollout_is_planned_whole(case):
                 else:
                     assert part.batch.total_lengths[rows].sum() <= options["max_tokens"]
                 for row in rows:
-                    mine = float(part.batch["metric_weights"][row]) * int(part.batch.mask_sums[row])
+                    mine = float(part.batch["metric_weights"][row]) * mask_sums(part.batch)[row]
                     rollout = int(part.batch["rollout_ids"][row])
                     weight[rollout] = weight.get(rollout, 0.0) + mine
                     trained += mine

@@ -110,7 +110,7 @@ def test_conversions():
     assert as_array(same, "x", np.float32) is same and as_array([], "x", np.int8).shape == (0,)
     assert as_array([], "x", np.int8, ("layers", "k")).shape == (0, 0, 0)
     for values in ("12", None, 3, {1: 2}, [[1]], [1, [2]], [None], [1.5], [128], [-129], [float("nan")], [1, "a"], {1}):
-        with pytest.raises(ValueError, match="^x is .*; it must be a list of integers from -128 to 127$"):
+        with pytest.raises(ValueError, match="^x = .*; it must be a list of integers from -128 to 127$"):
             as_array(values, "x", np.int8)
     with pytest.raises(ValueError, match=r"numbers, each entry of the shape \[layers\]"):
         as_array([1.0], "x", np.float32, ("layers",))

@@ -108,10 +108,10 @@ def test_what_is_set_is_converted_and_checked():
         (
             "tokens",
             [1, 2**31],
-            r"tokens of sample 7 is \[1, 2147483648\] \(list\); it must be a list of integers from -2",
+            r"sample 7: tokens = \[1, 2147483648\] \(list\); it must be a list of integers from -2",
         ),
-        ("tokens", None, "tokens of sample 7 is None"),
-        ("loss_mask", [0.5], r"loss_mask of sample 7 is \[0.5\].* integers from -128 to 127"),
+        ("tokens", None, "sample 7: tokens = None"),
+        ("loss_mask", [0.5], r"sample 7: loss_mask = \[0.5\].* integers from -128 to 127"),
         ("rollout_log_probs", ["a"], r"\['a'\] \(list\); it must be a list of numbers$"),
         ("teacher_log_probs", -1.0, "-1.0"),
     ):

@@ -164,7 +164,7 @@ def loss_trace():
 
     def closer(vocab_size):
         batch = made_up_rollout(vocab_size)
-        return batch.with_columns(rollout_log_probs=0.2 * batch["rollout_log_probs"] - 5)
+        return batch.with_columns(rollout_log_probs=[0.2 * values - 5 for values in batch["rollout_log_probs"]])
 
     module.made_up_rollout = closer
     return module

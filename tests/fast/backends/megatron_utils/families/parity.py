@@ -188,8 +188,8 @@ def micro_batches(rows: list[list[int]], vocab_size: int, pad_multiple: int) -> 
     count, lengths = len(LENGTHS), np.array(LENGTHS)
     batch = TrainBatch(
         columns={
-            "tokens": torch.cat(sequences(vocab_size)).numpy(),
-            "loss_masks": np.ones(sum(LENGTHS) - count, np.int32),
+            "tokens": torch.cat(sequences(vocab_size)).int().numpy(),
+            "loss_masks": np.ones(sum(LENGTHS) - count, np.int8),
             "truncated": np.zeros(count, np.int64),
             "sample_indices": np.arange(count),
             "group_indices": np.arange(count),
