@@ -1,5 +1,6 @@
 """Fixtures for every test here."""
 
+import functools
 import multiprocessing
 import os
 import runpy
@@ -33,18 +34,14 @@ def forkserver():
     return context
 
 
-@pytest.fixture
-def run_ranks(tmp_path, forkserver):
-    """Run a test file's own `__main__` in several processes: `run_ranks(__file__, world_size, *arguments)`.
+@pytest.fixture(scope="session")
+def start_ranks(forkserver):
+    """`start_ranks(folder, file, world_size, *arguments)`: what `run_ranks` does, with its logs in a folder."""
 
-    Each process runs it as `python FILE RANK WORLD_SIZE STORE ARGUMENTS...` would, with STORE a file for
-    torch.distributed's file:// rendezvous. All must end well within `timeout` seconds.
-    """
-
-    def run(file: str, world_size: int, *arguments: str, timeout: float = 400.0) -> None:
-        store, deadline = tmp_path / "store", time.monotonic() + timeout
+    def start(folder: Path, file: str, world_size: int, *arguments: str, timeout: float = 400.0) -> None:
+        store, deadline = folder / "store", time.monotonic() + timeout
         store.unlink(missing_ok=True)
-        logs = [tmp_path / f"rank_{rank}.log" for rank in range(world_size)]
+        logs = [folder / f"rank_{rank}.log" for rank in range(world_size)]
         commands = [[file, str(rank), str(world_size), str(store), *arguments] for rank in range(world_size)]
         ranks = [
             forkserver.Process(target=run_rank, args=(command, log))
@@ -66,7 +63,17 @@ def run_ranks(tmp_path, forkserver):
             tails = "\n".join(f"--- rank {i}, {codes[i]}\n{logs[i].read_text()[-3000:]}" for i in range(world_size))
             pytest.fail(f"ranks ended with {codes} (None: stopped after {timeout} s or another's failure)\n{tails}")
 
-    return run
+    return start
+
+
+@pytest.fixture
+def run_ranks(tmp_path, start_ranks):
+    """Run a test file's own `__main__` in several processes: `run_ranks(__file__, world_size, *arguments)`.
+
+    Each process runs it as `python FILE RANK WORLD_SIZE STORE ARGUMENTS...` would, with STORE a file for
+    torch.distributed's file:// rendezvous. All must end well within `timeout` seconds.
+    """
+    return functools.partial(start_ranks, tmp_path)
 
 
 def run_rank(command: list[str], log: Path) -> None:

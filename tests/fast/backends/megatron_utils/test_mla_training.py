@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV32Config
 
 from miles.utils.network import free_port
+from tests.fast.backends.megatron_utils.families.data.deepseek_v3 import DEEPSEEK
+from tests.fast.backends.megatron_utils.families.data.deepseek_v32 import SPARSE
 from tests.fast.backends.megatron_utils.families.parity import micro_batches, prepare, run_config
-from tests.fast.backends.megatron_utils.families.test_deepseek_v3 import DEEPSEEK
-from tests.fast.backends.megatron_utils.families.test_deepseek_v32 import SPARSE
 
 CASES = {
     "v3": DeepseekV3Config(**DEEPSEEK, tie_word_embeddings=False),

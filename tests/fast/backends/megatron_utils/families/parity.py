@@ -1,23 +1,12 @@
-"""A tiny random model of any family against transformers, in fp32: what a family's test needs.
-
-    CASES = {"tied": Qwen3Config(**SIZES, tie_word_embeddings=True)}
-
-    @pytest.fixture(scope="module")
-    def root(tmp_path_factory):
-        return prepare(tmp_path_factory.mktemp("cases"), CASES)
-
-    @pytest.mark.parametrize("layout", ["one", "tp2_sp"])
-    def test_parity(run_ranks, root, layout):
-        check_parity(run_ranks, root, layout)
-
-    def test_controls(run_ranks, root):
-        check_controls(run_ranks, root, {"no window": ("tied", {"sliding_window": None})})
+"""A tiny random model of any family against transformers, in fp32: what test_parity.py starts two ranks with.
 
 Compared are the log-probability of every token of eight sequences, packed and each alone with padding behind it; the
 gradient of their weighted sum in every weight, under the checkpoint's names; and every weight on its way into the model
-and back. Each rank runs this file.
+and back.
 """
 
+import contextlib
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -25,17 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from miles.utils.network import free_port
+from tests.fast.ranks import leave_world
 
-SIZES = dict(
-    vocab_size=251,  # padded under tensor parallelism
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
-)
+DATA = "tests.fast.backends.megatron_utils.families.data"
 # {name: (ranks, flags of train.py)}
 LAYOUTS = {
     "one": (1, []),
@@ -114,29 +95,6 @@ def weights_N() -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(2)) / count
 
 
-def check_parity(
-    run_ranks, root: Path, layout: str, log_prob_bound: float = 2e-5, gradient_bound: float = 1e-4, cases=None
-) -> None:
-    """Hold every case (or only `cases`) to the bounds: absolute of log-probabilities, relative of gradients."""
-    for name, found in measure(run_ranks, root, layout, cases).items():
-        print(f"{name} {layout}: {summary(found)}")
-        assert found["weights_changed"] == [], f"{name}: not the same after there and back"
-        assert found["packed"] < log_prob_bound and found["padded"] < log_prob_bound, f"{name}: {summary(found)}"
-        wrong = {weight: error for weight, error in found["gradients"].items() if not error < gradient_bound}
-        assert wrong == {}, f"{name}: {summary(found)}"
-
-
-def check_controls(run_ranks, root: Path, controls: dict, layout: str = "one", least: float = 1e-3) -> None:
-    """Each control, {what: (case, changed fields of config.json)}, must move a log-probability by more than `least`.
-
-    Only our model is changed; the checkpoint must load into it all the same.
-    """
-    for what, (case, changes) in controls.items():
-        found = measure(run_ranks, root, layout, [case], changes)[case]
-        print(f"{what}: {summary(found)}")
-        assert max(found["packed"], found["padded"]) > least, f"{what} makes no difference: {summary(found)}"
-
-
 def summary(found: dict) -> str:
     """The largest differences of one case."""
     worst = max(found["gradients"], key=found["gradients"].get)
@@ -144,16 +102,6 @@ def summary(found: dict) -> str:
         f"log-probabilities {found['packed']:.1e} packed, {found['padded']:.1e} padded; "
         f"gradients {found['gradients'][worst]:.1e} ({worst})"
     )
-
-
-def measure(run_ranks, root: Path, layout: str, cases=None, changes: dict | None = None) -> dict[str, dict]:
-    """{case: largest differences}; changes: fields of the configuration that our model is built with."""
-    names = [folder.name for folder in sorted(root.iterdir())] if cases is None else list(cases)
-    result = root / names[0] / "result.json"
-    result.unlink(missing_ok=True)
-    arguments = json.dumps({"layout": layout, "cases": names, "changes": changes or {}, "result": str(result)})
-    run_ranks(__file__, LAYOUTS[layout][0], str(root), f"127.0.0.1:{free_port()}", arguments)
-    return json.loads(result.read_text())
 
 
 # --- on a rank ---
@@ -204,96 +152,168 @@ def micro_batches(rows: list[list[int]], vocab_size: int, pad_multiple: int) -> 
     return [pack(batch, part, pad_multiple, "cpu", cp_rank, cp_size) for part in rows]
 
 
-def compare(folder: Path, layout: str, changes: dict) -> dict:
-    """The largest differences of one case, on all ranks."""
-    from megatron.core import parallel_state
+class Built:
+    """One case's model in a layout, loaded from its checkpoint: what is measured of it."""
 
-    from miles.backends.megatron_utils.families import family_for
-    from miles.backends.megatron_utils.hf_weights import load_into, untrained_names
-    from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
-    from miles.backends.megatron_utils.training import run_micro_batches
-    from miles.backends.trainer.protocol import Scoring
-    from miles.hf.checkpoint import CheckpointIndex
-    from miles.hf.config import load_hf_config
-    from miles.weight_sync.source import live
-    from tests.fast.weight_sync.conftest import hf_tensors
+    def __init__(self, folder: Path, layout: str, changes: dict | None = None):
+        from miles.backends.megatron_utils.families import family_for
+        from miles.backends.megatron_utils.hf_weights import load_into
+        from miles.backends.megatron_utils.model import build_model, build_train_state, parallel_info
+        from miles.hf.checkpoint import CheckpointIndex
+        from miles.hf.config import load_hf_config
 
-    checkpoint = folder / "checkpoint"
-    hf_config = load_hf_config(checkpoint)
-    for name, value in changes.items():
-        setattr(hf_config, name, value)
-    config, family = run_config(checkpoint, layout), family_for(hf_config)
-    chunks = build_model(config, hf_config)
-    parallel = parallel_info(chunks[0].config)
-    load_into(chunks, family, hf_config, checkpoint, parallel)
-    index = CheckpointIndex(checkpoint)
-    back = {name: tensor.clone() for name, tensor in hf_tensors(chunks, family, hf_config, parallel, index, live)}
-    changed = sorted(name for name in index.files if name in back and not torch.equal(back[name], index.read(name)))
-    state = build_train_state(config, chunks, total_steps=1)
-    scoring = Scoring(hf_config.vocab_size)
+        self.folder, self.index = folder, CheckpointIndex(folder / "checkpoint")
+        self.config, self.hf_config = run_config(folder / "checkpoint", layout), load_hf_config(folder / "checkpoint")
+        for name, value in (changes or {}).items():
+            setattr(self.hf_config, name, value)
+        self.family = family_for(self.hf_config)
+        self.chunks = build_model(self.config, self.hf_config)
+        self.parallel = parallel_info(self.chunks[0].config)
+        load_into(self.chunks, self.family, self.hf_config, folder / "checkpoint", self.parallel)
+        self.state = build_train_state(self.config, self.chunks, total_steps=1)
 
-    def weighted_sum(log_probs_N, entropy_N, packed):
-        loss = (log_probs_N * weights_N()[packed.response_index_N]).sum()
-        return loss, {"log_probs": log_probs_N.detach().clone(), "index": packed.response_index_N}
+    def gathered(self):
+        """Every (name, whole tensor) of the model as the checkpoint has it, on all ranks in step."""
+        from miles.weight_sync.source import live
+        from tests.fast.weight_sync.conftest import hf_tensors
 
-    mine = list(range(len(LENGTHS)))[parallel_state.get_data_parallel_rank() :: config.data_parallel_size]
-    half = len(mine) // 2
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
-    packed = micro_batches([mine[:half], mine[half:]], hf_config.vocab_size, 80)
-    alone = micro_batches([[row] for row in mine], hf_config.vocab_size, PADDED_LENGTH)
-    answers = torch.load(folder / "log_probs.pt")
-    # Names that a checkpoint lists and that are no weights of ours.
-    ignored = {name for name in index.files if name.endswith(family.ignored_suffixes)}
-    ignored.update(untrained_names(index, family, hf_config))
-    result = {"weights_changed": changed + sorted((index.files.keys() ^ back.keys()) - ignored)}
-    for name, batches, forward_only in (("packed", packed, False), ("padded", alone, True)):
+        return hf_tensors(self.chunks, self.family, self.hf_config, self.parallel, self.index, live)
+
+    def weights_changed(self) -> list[str]:
+        """Names of weights that are other ones after their way into the model and back, or came on one way only."""
+        from miles.backends.megatron_utils.hf_weights import untrained_names
+
+        index, back = self.index, {name: tensor.clone() for name, tensor in self.gathered()}
+        changed = sorted(name for name in index.files if name in back and not torch.equal(back[name], index.read(name)))
+        # Names that a checkpoint lists and that are no weights of ours.
+        ignored = {name for name in index.files if name.endswith(self.family.ignored_suffixes)}
+        ignored.update(untrained_names(index, self.family, self.hf_config))
+        return changed + sorted((index.files.keys() ^ back.keys()) - ignored)
+
+    def rows(self) -> list[int]:
+        """The samples of this data-parallel rank."""
+        from megatron.core import parallel_state
+
+        return list(range(len(LENGTHS)))[parallel_state.get_data_parallel_rank() :: self.config.data_parallel_size]
+
+    def packed(self, forward_only: bool) -> float | None:
+        """The largest difference of a log-probability in two micro-batches; gradients are left in the model."""
+        rows = self.rows()
+        half = len(rows) // 2
+        return self._error(micro_batches([rows[:half], rows[half:]], self.hf_config.vocab_size, 80), forward_only)
+
+    def padded(self) -> float | None:
+        """The same with each sample alone, padded."""
+        alone = micro_batches([[row] for row in self.rows()], self.hf_config.vocab_size, PADDED_LENGTH)
+        return self._error(alone, forward_only=True)
+
+    def _error(self, batches: list, forward_only: bool) -> float | None:
+        """None where this rank's stage has no log-probabilities."""
+        from megatron.core import parallel_state
+
+        from miles.backends.megatron_utils.training import run_micro_batches
+        from miles.backends.trainer.protocol import Scoring
+
+        def weighted_sum(log_probs_N, entropy_N, packed):
+            loss = (log_probs_N * weights_N()[packed.response_index_N]).sum()
+            return loss, {"log_probs": log_probs_N.detach().clone(), "index": packed.response_index_N}
+
+        scoring = Scoring(self.hf_config.vocab_size)
         with torch.set_grad_enabled(not forward_only):
-            collected = run_micro_batches(state.chunks, batches, scoring, weighted_sum, forward_only)
-        if parallel_state.is_pipeline_last_stage():
-            log_probs_N = torch.zeros_like(answers)
-            for part in collected:
-                log_probs_N[part["index"]] = part["log_probs"]
-            torch.distributed.all_reduce(
-                log_probs_N, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-            )
-            result[name] = (log_probs_N - answers).abs().max().item()
-    # Gathered like weights, the gradients come in the checkpoint's names and layouts.
-    with torch.no_grad():
-        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-            # A frozen one has none.
-            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
-    expected: dict[str, torch.Tensor] = {}
-    for path in (folder / "gradients").glob("*.safetensors"):
-        expected |= load_file(path)
-    result["gradients"] = {
-        name: _relative_error(tensor, expected[name])
-        for name, tensor in hf_tensors(chunks, family, hf_config, parallel, index, live)
-    }
-    return result
+            collected = run_micro_batches(self.state.chunks, batches, scoring, weighted_sum, forward_only)
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        answers = torch.load(self.folder / "log_probs.pt")
+        log_probs_N = torch.zeros_like(answers)
+        for part in collected:
+            log_probs_N[part["index"]] = part["log_probs"]
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(log_probs_N, group=group)
+        return (log_probs_N - answers).abs().max().item()
+
+    def gradients(self) -> dict[str, float]:
+        """The error of each weight's gradient. The weights are lost."""
+        # Gathered like weights, the gradients come in the checkpoint's names and layouts.
+        with torch.no_grad():
+            for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+                # A frozen one has none.
+                parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
+        expected: dict[str, torch.Tensor] = {}
+        for path in (self.folder / "gradients").glob("*.safetensors"):
+            expected |= load_file(path)
+        return {name: _relative_error(tensor, expected[name]) for name, tensor in self.gathered()}
 
 
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_error(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference over the largest element; without such an element everything must be zero."""
-    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    difference, largest = (tensor - expected).abs().max().item(), expected.abs().max().item()
     return difference / largest if largest else float("inf") if difference else 0.0
 
 
-def main(rank: int, world_size: int, root: Path, master: str, arguments: dict) -> None:
-    """One rank: every case in turn; a rank of the last pipeline stage writes what was found."""
-    from megatron.core import parallel_state
+def compare(folder: Path, layout: str) -> dict:
+    """The largest differences of one case, on all ranks."""
+    built = Built(folder, layout)
+    for chunk in built.state.chunks:
+        chunk.zero_grad_buffer()
+    errors = {"weights_changed": built.weights_changed(), "packed": built.packed(False), "padded": built.padded()}
+    return errors | {"gradients": built.gradients()}
 
+
+@contextlib.contextmanager
+def world(folder: Path, layout: str, rank: int, port: int):
+    """Megatron's groups of a layout, the same for each of its cases, and none afterwards."""
     from miles.backends.megatron_utils.initialize import initialize
 
+    initialize(run_config(folder / "checkpoint", layout), rank, LAYOUTS[layout][0], f"127.0.0.1:{port}")
+    yield
+    leave_world()
+
+
+def reports() -> bool:
+    """Whether this rank is the one of its world that says what was measured."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def main(rank: int, root: Path, task: dict) -> None:
+    """Each rank in a world of its own, one with the cases and one with the controls; then both in all other layouts."""
+    family = importlib.import_module(f"{DATA}.{task['family']}").FAMILY
     torch.set_num_threads(1)
-    layout, cases = arguments["layout"], arguments["cases"]
-    initialize(run_config(root / cases[0] / "checkpoint", layout), rank, world_size, master)
-    found = {case: compare(root / case, layout, arguments["changes"]) for case in cases}
-    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            Path(arguments["result"]).write_text(json.dumps(found))
-    torch.distributed.barrier()
+    every, ports = sorted(folder.name for folder in root.iterdir()), iter(task["ports"])
+    of_layout = {layout: family.only.get(layout, every) for layout in ("one", *task["layouts"])}
+    result: dict = {"layouts": {}, "controls": {}}
+
+    def compare_cases(layout):
+        found = {case: compare(root / case, layout) for case in of_layout[layout]}
+        if reports():
+            result["layouts"][layout] = found
+
+    def run_switches(layout):
+        for what, (case, its_layout, patch) in family.switches.items() if task["controls"] else ():
+            if its_layout == layout:
+                with patch():
+                    result["controls"][what] = Built(root / case, layout).packed(forward_only=True)
+
+    alone = [next(ports), next(ports)]
+    if rank == 0 and "one" in task["layouts"]:
+        with world(root / of_layout["one"][0], "one", 0, alone[0]):
+            compare_cases("one")
+    if rank == 1 and task["controls"]:
+        with world(root / of_layout["one"][0], "one", 0, alone[1]):
+            for what, (case, changes) in family.controls.items():
+                result["controls"][what] = Built(root / case, "one", changes).packed(forward_only=True)
+            run_switches("one")
+    for layout, port in zip((layout for layout in task["layouts"] if layout != "one"), ports, strict=False):
+        with world(root / of_layout[layout][0], layout, rank, port):
+            compare_cases(layout)
+            run_switches(layout)
+    Path(task["results"], f"{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4]), sys.argv[5], json.loads(sys.argv[6]))
+    main(int(sys.argv[1]), Path(sys.argv[4]), json.loads(sys.argv[5]))
