@@ -15,7 +15,7 @@ async def run(config: RunConfig) -> None:
     """One training run, from placement to summary."""
     # Here and not above: `--help` and a refused configuration answer without loading Ray.
     from miles.ray.batches import Batches
-    from miles.ray.calendar import due
+    from miles.ray.calendar import due, rollouts
     from miles.ray.checkpointer import Checkpointer
     from miles.ray.evaluations import Evaluations
     from miles.ray.handover import Handover
@@ -47,7 +47,7 @@ async def run(config: RunConfig) -> None:
     await handover.initial_sync(version)
     await evaluations.before_training(start)
     report.begin()
-    for rollout_id in range(start, config.num_rollout):
+    for rollout_id in rollouts(config, start):
         today = due(config, rollout_id)
         batch = await batches.next(rollout_id)
         metrics = dict(batch.metrics)

@@ -47,6 +47,12 @@ def due(config: RunConfig, rollout_id: int) -> Due:
     )
 
 
+def rollouts(config: RunConfig, first_rollout: int) -> range:
+    """The rollouts of this process, from `first_rollout` to the run's last; num_rollout is set by then."""
+    assert config.num_rollout is not None, "--num-epoch leaves it open until the prompts are counted"
+    return range(first_rollout, config.num_rollout)
+
+
 def is_evaluated_first(config: RunConfig, first_rollout: int) -> bool:
     """Whether the run is evaluated before anything is trained: a new one with --eval-interval."""
     return config.eval_interval is not None and not config.skip_eval_before_train and first_rollout == 0

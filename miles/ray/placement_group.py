@@ -200,7 +200,7 @@ def _engines(config: RunConfig, placement: Placement) -> list[ActorHandle]:
     """One actor an engine, which starts the engine when it is told to."""
     if config.needs_engines and config.rollout_external:
         actor = ray.remote(ExternalEngine).options(num_cpus=0)
-        return [actor.remote(config, address) for address in config.rollout_external_engine_addrs]
+        return [actor.remote(config, address) for address in config.rollout_external_engine_addrs or ()]
     engines = []
     slices = port_slices(len(placement.engines), PORTS_OF_AN_ENGINE)
     for rank, (bundles, ports) in enumerate(zip(placement.engines, slices, strict=True)):

@@ -15,8 +15,8 @@ def policy_of(config: RunConfig | Values) -> Policy:
     # Not yet derived, the expert-tensor-parallel size is 1 or the tensor-parallel one.
     splits_the_model = sizes.tp > 1 or sizes.pp > 1 or sizes.ep > 1 or (sizes.etp or 1) > 1
     return Policy(
-        offload_train=config.offload_train,
-        offload_rollout=config.offload_rollout,
+        offload_train=bool(config.offload_train),
+        offload_rollout=bool(config.offload_rollout),
         levels=frozenset(_REGIONS[level] for level in config.offload_rollout_level),
         target=_TARGETS[config.offload_train_target],
         peak_device=config.colocate_memory_peak_device,

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.config import RunConfig
-from miles.ray.calendar import Due, due, is_evaluated_first
+from miles.ray.calendar import Due, due, is_evaluated_first, rollouts
 
 EVERY = RunConfig.model_construct().model_dump()
 
@@ -75,3 +75,8 @@ def test_a_new_run_with_evaluations_begins_with_one():
     assert not is_evaluated_first(run, 1)  # a resumed one
     assert not is_evaluated_first(config(num_rollout=3, eval_interval=2, skip_eval_before_train=True), 0)
     assert not is_evaluated_first(config(num_rollout=3), 0)
+
+
+def test_the_rollouts_of_a_resumed_run_are_those_that_are_left():
+    assert list(rollouts(config(num_rollout=4), 2)) == [2, 3]
+    assert list(rollouts(config(num_rollout=0), 3)) == []
