@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from miles.config import RunConfig
 from miles.ray.calendar import due
-from miles.ray.lazy_actor import ActorClient
+from miles.ray.rollout.client import RolloutClient
 from miles.tracking.report import Report
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Batches:
         report: where the waiting for a batch is counted, if anything else happens meanwhile.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, report: Report):
+    def __init__(self, config: RunConfig, rollout: RolloutClient, report: Report):
         self.config = config
         self.rollout = rollout
         self.report = report

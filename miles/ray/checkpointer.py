@@ -2,7 +2,7 @@
 
 from miles.config import RunConfig
 from miles.ray.handover import Handover
-from miles.ray.lazy_actor import ActorClient
+from miles.ray.rollout.client import RolloutClient
 from miles.ray.train.models import TrainingModels
 from miles.utils.checkpoint_folder import finish_checkpoint, locate, partial_folder
 from miles.utils.disk import writing
@@ -21,7 +21,7 @@ class Checkpointer:
     def __init__(
         self,
         config: RunConfig,
-        rollout: ActorClient,
+        rollout: RolloutClient,
         models: TrainingModels,
         handover: Handover,
     ):

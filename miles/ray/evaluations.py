@@ -2,7 +2,7 @@
 
 from miles.config import RunConfig
 from miles.ray.calendar import is_evaluated_first
-from miles.ray.lazy_actor import ActorClient
+from miles.ray.rollout.client import RolloutClient
 from miles.tracking.report import Report
 
 
@@ -15,7 +15,7 @@ class Evaluations:
         report: of the run.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, report: Report):
+    def __init__(self, config: RunConfig, rollout: RolloutClient, report: Report):
         self.config = config
         self.rollout = rollout
         self.report = report

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from miles.config import RunConfig
-from miles.ray.lazy_actor import ActorClient
+from miles.ray.rollout.client import RolloutClient
 from miles.ray.train.models import TrainingModels
 from miles.residency.executor import Executor, Service
 from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
@@ -35,14 +35,15 @@ class Handover:
         version: of the weights that were sent last. A resumed run goes on counting.
     """
 
-    def __init__(self, config: RunConfig, rollout: ActorClient, models: TrainingModels):
+    def __init__(self, config: RunConfig, rollout: RolloutClient, models: TrainingModels):
         self.config = config
         self.rollout = rollout
         self.models = models
         self.active = config.needs_engines and config.needs_trainer
         self.version = 0
         self._policy = policy_of(config)
-        services: dict[Party, Service] = {Party.ENGINE: rollout, Party.ACTOR: models.actor}
+        # clear_memory is asked of trainers alone.
+        services: dict[Party, Service] = {Party.ENGINE: rollout, Party.ACTOR: models.actor}  # type: ignore[dict-item]
         if models.critic is not None:
             services[Party.CRITIC] = models.critic
         self._executor = Executor(self._policy, services, self._sync)

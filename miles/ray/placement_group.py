@@ -14,6 +14,7 @@ of a critic shares the bundle of the actor's.
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -27,6 +28,7 @@ from miles.backends.sglang_utils.router import ExternalRouter, SGLangRouter
 from miles.config import RunConfig
 from miles.ray.cluster import num_bundles
 from miles.ray.lazy_actor import ActorClient
+from miles.ray.rollout.client import RolloutClient
 from miles.ray.train.group import CriticGroup, TrainGroup
 from miles.ray.train.models import TrainingModels
 from miles.utils.errors import UserError
@@ -179,12 +181,12 @@ def _numeric(node_ip: str) -> tuple:
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in node_ip.replace(":", ".").split("."))
 
 
-async def create_rollout_manager(config: RunConfig, placement: Placement) -> ActorClient:
+async def create_rollout_manager(config: RunConfig, placement: Placement) -> RolloutClient:
     """Read the data, then start the engines; returns a client of the RolloutManager, ready to generate.
 
     The data is read first, so that a bad row stops the run before a server starts.
     """
-    manager = ActorClient(
+    manager: Any = ActorClient(
         "miles.ray.rollout.rollout_manager.RolloutManager",
         config,
         _engines(config, placement),

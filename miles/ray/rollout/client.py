@@ -1,0 +1,39 @@
+"""What the driver asks of the RolloutManager, over Ray: the verbs of miles/ray/rollout/rollout_manager.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from miles.config import RunConfig
+from miles.residency.plan import Move
+
+if TYPE_CHECKING:  # its module loads torch, which the driver does without
+    from miles.ray.rollout.training_data import RolloutResult
+
+
+class RolloutClient(Protocol):
+    """The manager as its callers see it; each verb is described where it is carried out."""
+
+    async def start(self) -> None: ...
+
+    async def check_engines(self) -> None: ...
+
+    async def engine_urls(self) -> list[str]: ...
+
+    async def resolved_config(self) -> RunConfig: ...
+
+    async def generate(self, rollout_id: int) -> "RolloutResult": ...
+
+    async def hold(self) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def evaluate(self, rollout_id: int, before_training: bool) -> dict[str, float]: ...
+
+    async def move(self, moves: Sequence[Move]) -> dict[str, float]: ...
+
+    async def save(self, folder: Path, rollout_id: int, version: int) -> None: ...
+
+    async def load(self, folder: Path) -> int: ...
+
+    async def dispose(self) -> None: ...
