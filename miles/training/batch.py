@@ -29,6 +29,14 @@ COLUMNS = {
         # Of the plan of optimizer steps (`miles.training.schedule`).
         Column("token_weights", np.float32, "sample"),
         Column("metric_weights", np.float32, "sample"),
+        # Of a trainer's passes over its shard, and what is made of them (`miles.training.rollout_columns`).
+        Column("old_log_probs", np.float32, "response_token"),
+        Column("ref_log_probs", np.float32, "response_token"),
+        Column("entropy", np.float32, "response_token"),
+        Column("values", np.float32, "response_token"),
+        Column("advantages", np.float32, "response_token"),
+        Column("returns", np.float32, "response_token"),
+        Column("opd_reverse_kl", np.float32, "response_token"),
     )
 }
 

@@ -13,8 +13,6 @@ import torch
 
 from miles.training.batch import COLUMNS, TrainBatch, offsets_of, ragged_index
 
-PAD_TOKEN_ID = 0
-
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -23,7 +21,7 @@ class PackedBatch:
     A rank has those response tokens that its rows predict; each is one rank's.
 
     Args:
-        tokens_T: int64 token ids; the tail is padding, and so is the end of a sequence under context parallelism.
+        tokens_T: int64 token ids; the tail is padding, and so is the end of a sequence under context parallelism: 0.
         position_ids_T: int64, from 0 in each sequence.
         cu_seqlens: int32 on the CPU, where each sequence of the whole micro-batch starts, with the number of all tokens
             as the last entry. Padding behind the samples, if any, is the last sequence.
@@ -39,7 +37,8 @@ class PackedBatch:
         sample_N: int64, which of the S samples each response token belongs to.
         response_index_N: int64 on the CPU: the place of each response token in a flat per-response-token column of the
             batch it was packed from (`column[packed.response_index_N] = values_N` puts results back).
-        columns: name to [N] tensor: the batch's per-response-token columns and the extra ones given to `pack`.
+        columns: name to [N, ...] tensor: the batch's per-response-token columns and the extra ones given to `pack`.
+        token_columns: name to [T, ...] tensor: the batch's per-token columns but for the ids, 0 at padding.
         sample_columns: name to [S] tensor: the batch's per-sample columns.
     """
 
@@ -55,6 +54,7 @@ class PackedBatch:
     sample_N: torch.Tensor
     response_index_N: torch.Tensor
     columns: dict[str, torch.Tensor]
+    token_columns: dict[str, torch.Tensor]
     sample_columns: dict[str, torch.Tensor]
 
 
@@ -75,8 +75,8 @@ def pack(
         pad_multiple: T is padded to a multiple of this.
         device: where the tensors go.
         cp_rank, cp_size: this rank's number among the context-parallel ranks, and how many they are.
-        **extra_response_columns: flat tensors with one value for each response token of the whole batch
-            (log-probabilities computed before, for example); what belongs to `rows` is picked from them.
+        **extra_response_columns: declared in `COLUMNS`, flat tensors with one entry for each response token of the
+            whole batch, of a trainer's pass over it for example; what belongs to `rows` is picked from them.
     """
     rows = np.asarray(rows, dtype=np.int64)
     lengths, response_lengths = batch.total_lengths[rows], batch.response_lengths[rows]
@@ -89,8 +89,15 @@ def pack(
     sequence_offsets = offsets_of(sequence_lengths)
     starts, num_tokens = sequence_offsets[: len(rows)], sequence_offsets[-1]
 
-    tokens = np.full(num_tokens, PAD_TOKEN_ID, dtype=np.int64)
-    tokens[ranges(starts, lengths)] = batch["tokens"][ragged_index(batch.token_offsets, rows)]
+    place_T, index_T = ranges(starts, lengths), ragged_index(batch.token_offsets, rows)
+
+    def laid_out(values: np.ndarray) -> np.ndarray:
+        """A per-token column of the batch in the whole micro-batch, 0 at padding."""
+        result = np.zeros((num_tokens, *values.shape[1:]), values.dtype)
+        result[place_T] = values[index_T]
+        return result
+
+    tokens = laid_out(batch["tokens"]).astype(np.int64)
     position_ids = np.arange(num_tokens) - np.repeat(sequence_offsets[:-1], sequence_lengths)
     held_T = _held_tokens(sequence_offsets, cp_rank, cp_size)
     # A token's row in this rank's part, or -1.
@@ -105,17 +112,20 @@ def pack(
     target_index_N, sample_N, response_index_N = (x[here_N] for x in (target_index_N, sample_N, response_index_N))
     mask_N = batch["loss_masks"][response_index_N] > 0
 
+    def of(per: str) -> dict[str, np.ndarray]:
+        return {name: values for name, values in batch.columns.items() if COLUMNS[name].per == per}
+
     def spread(name: str) -> torch.Tensor:
         return torch.from_numpy(np.where(mask_N, batch[name][rows][sample_N], np.float32(0))).to(device)
 
     index_N = torch.from_numpy(response_index_N)
     columns = {
-        name: torch.from_numpy(values[response_index_N]).to(device)
-        for name, values in batch.columns.items()
-        if COLUMNS[name].per == "response_token"
+        name: torch.from_numpy(values[response_index_N]).to(device) for name, values in of("response_token").items()
     }
     for name, values in extra_response_columns.items():
-        assert values.shape == (batch.response_offsets[-1],), f"{name} has shape {tuple(values.shape)}"
+        column = COLUMNS[name]
+        fits = column.per == "response_token" and values.ndim == 1 + len(column.dims)
+        assert fits and len(values) == batch.response_offsets[-1], f"{name} has shape {tuple(values.shape)}"
         columns[name] = values[index_N.to(values.device)].to(device)
     return PackedBatch(
         tokens_T=torch.from_numpy(tokens[held_T]).to(device),
@@ -130,11 +140,12 @@ def pack(
         sample_N=torch.from_numpy(sample_N).to(device),
         response_index_N=index_N,
         columns=columns,
-        sample_columns={
-            name: torch.from_numpy(values[rows]).to(device)
-            for name, values in batch.columns.items()
-            if COLUMNS[name].per == "sample"
+        token_columns={
+            name: torch.from_numpy(laid_out(values)[held_T]).to(device)
+            for name, values in of("token").items()
+            if name != "tokens"
         },
+        sample_columns={name: torch.from_numpy(values[rows]).to(device) for name, values in of("sample").items()},
     )
 
 

@@ -26,7 +26,7 @@ def running(packed: PackedBatch) -> Iterator[None]:
 def micro_batch() -> PackedBatch:
     """The micro-batch in the model, in the forward pass and where activations are computed once more.
 
-    Its columns that count tokens have a row for each of this rank's tokens, in the order of the hidden states; under
+    Its `token_columns` have a row for each of this rank's tokens, in the order of the hidden states; under
     sequence parallelism a rank's hidden states are one of as many equal parts as there are tensor-parallel ranks.
 
     Raises:
