@@ -23,9 +23,9 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from miles.config import RunConfig
+from miles.config.residency import policy_of
 from miles.ray.resume import resumed
 from miles.residency.plan import leaves_after_sync
-from miles.residency.policy import policy_of
 from miles.training.batch import TrainRows
 from miles.training.schedule import TrainShard, plan_for, shard
 from miles.utils.arguments import parse_args

@@ -74,7 +74,7 @@ def _external_engines(v: Values) -> Iterator[Derived]:
 def _rollout_gpus(v: Values) -> Iterator[Derived]:
     if not v.needs_engines:
         if v.rollout_num_gpus != 0:
-            yield "rollout_num_gpus", 0, v.lone_side
+            yield "rollout_num_gpus", 0, f"{v.lone_side}"
     elif v.rollout_external and v.rollout_external_engine_addrs and v.rollout_num_gpus is None:
         size = v.rollout_num_gpus_per_engine
         count = len(v.rollout_external_engine_addrs)
@@ -131,7 +131,7 @@ def _engine_gpus(v: Values) -> Iterator[str]:
 
 
 @rule
-def _external_engines(v: Values) -> Iterator[str]:
+def _addresses(v: Values) -> Iterator[str]:
     addresses = v.rollout_external_engine_addrs
     if v.rollout_external and not addresses:
         yield "--rollout-external needs --rollout-external-engine-addrs, the host:port of each engine"

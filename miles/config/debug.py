@@ -1,12 +1,13 @@
 """Looking into a run, and running one half of it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from miles.config.paths import InputTemplate, OutputFile
-from miles.config.section import Derived, Section, derives
+from miles.config.paths import SAMPLE_FILE_ENDINGS, InputTemplate, OutputFile
+from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
 
 
@@ -28,3 +29,58 @@ class DebugConfig(Section):
 def _not_with_loaded_samples(v: Values) -> Iterator[Derived]:
     if v.load_debug_rollout_data is not None and v.save_debug_rollout_data is not None:
         yield "save_debug_rollout_data", None, "--load-debug-rollout-data: no engine runs"
+
+
+@rule
+def _halves(v: Values) -> Iterator[str]:
+    if v.debug_rollout_only and not v.needs_engines:
+        yield (
+            f"--debug-rollout-only starts no trainer and {v.without_engines} starts no engine: nothing is left "
+            "to run; drop one"
+        )
+    if v.debug_train_only and v.learns_from_samples and v.load_debug_rollout_data is None:
+        yield (
+            f"--debug-train-only starts no engine, but {v.loss_type} learns from engines' samples; give "
+            "--load-debug-rollout-data, the files of a run with --save-debug-rollout-data, or use --loss-type sft_loss"
+        )
+
+
+@rule
+def _sample_files(v: Values) -> Iterator[str]:
+    for flag, path in (
+        ("--save-debug-rollout-data", v.save_debug_rollout_data),
+        ("--load-debug-rollout-data", v.load_debug_rollout_data),
+    ):
+        if path is None:
+            continue
+        if set("{}") & set(path.replace("{rollout_id}", "")):
+            yield f"{flag} {path}: the only thing in braces may be {{rollout_id}}"
+        if not path.endswith(SAMPLE_FILE_ENDINGS):
+            yield f"{flag} {path} must end in .jsonl, or in .jsonl.gz to be compressed"
+
+
+@rule
+def _saved(v: Values) -> Iterator[str]:
+    path = v.save_debug_rollout_data
+    if path is not None and "{rollout_id}" not in path:
+        yield (
+            f"--save-debug-rollout-data {path} has no {{rollout_id}}, so that each rollout would replace the file of "
+            "the one before; give a path such as runs/a/rollout_{rollout_id}.jsonl"
+        )
+
+
+@rule
+def _loaded(v: Values) -> Iterator[str]:
+    path = v.load_debug_rollout_data
+    if path is None or v.load is not None:  # a resumed run needs the files from its position on
+        return
+    # With --num-epoch the number of rollouts is not known yet.
+    for rollout_id in range(1 if v.num_rollout is None else v.num_rollout):
+        file = path.replace("{rollout_id}", str(rollout_id))
+        if not Path(file).is_file():
+            yield (
+                f"--load-debug-rollout-data {path}: {file} is no file here; give the path that "
+                f"--save-debug-rollout-data had, relative to the working directory {Path.cwd()}, and at most as many "
+                "rollouts as it saved"
+            )
+            return

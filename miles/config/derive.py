@@ -9,6 +9,8 @@ from miles.config.paths import absolute
 from miles.config.run_config import SECTIONS
 from miles.config.values import Undetermined, Values
 
+DERIVATIONS = [derivation for section in SECTIONS for derivation in section.derivations()]
+
 
 def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dict[str, str]]:
     """The values with all that follows from them, and the reason for each that is new or replaced.
@@ -32,6 +34,3 @@ def derive(known: Mapping[str, Any], now: datetime) -> tuple[dict[str, Any], dic
             assert name in names, f"{function} derives {name} without declaring it"
             values[name], reasons[name] = value, reason
     return values, reasons
-
-
-DERIVATIONS = [derivation for section in SECTIONS for derivation in section.derivations()]

@@ -101,6 +101,13 @@ def _holds(name: str, wanted: str, v: Values, fields: Mapping[str, FieldInfo]) -
     return value is True if isinstance(value, bool) else value != default_of(fields[name])
 
 
+# Said of fields of several sections.
+NO_SAMPLES = NotWith("--loss-type sft_loss", "which learns from no samples")
+EVALUATES = OnlyWith(
+    "--eval-interval or --num-rollout 0", where=lambda v: v.load_debug_rollout_data is None, warns=True
+)
+
+
 @dataclass(frozen=True, eq=False)
 class EffectRule:
     """The rule that an OnlyWith or NotWith of one field makes."""

@@ -10,6 +10,8 @@ from miles.config.names import flag_of
 from miles.config.section import Derived, Section, derives, rule, warning
 from miles.config.values import Values
 
+_RISES = OnlyWith("--weight-decay-incr-style linear or cosine", "for --weight-decay is what else holds throughout")
+
 
 class OptimizerConfig(Section):
     title: ClassVar[str] = "Optimizer"
@@ -42,10 +44,10 @@ class OptimizerConfig(Section):
         "constant",
         description="How weight decay goes from --start-weight-decay to --end-weight-decay over --lr-decay-iters.",
     )
-    start_weight_decay: Annotated[float | None, OnlyWith("--weight-decay-incr-style linear or cosine")] = Field(
+    start_weight_decay: Annotated[float | None, _RISES] = Field(
         None, ge=0, description="Weight decay at the start, if it rises."
     )
-    end_weight_decay: Annotated[float | None, OnlyWith("--weight-decay-incr-style linear or cosine")] = Field(
+    end_weight_decay: Annotated[float | None, _RISES] = Field(
         None, ge=0, description="Weight decay at the end, if it rises."
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's first moment.")

@@ -11,6 +11,8 @@ from pydantic_core import core_schema
 from miles.hf.shape import read_config_json
 from miles.utils.errors import UserError
 
+# Files of --save-debug-rollout-data.
+SAMPLE_FILE_ENDINGS = (".jsonl.gz", ".jsonl")
 SLICE = re.compile(r"(.+)@\[(.*)\]")
 
 
@@ -51,17 +53,33 @@ def as_given(text: str) -> str:
     return text.replace(f"{Path.cwd()}/", "")
 
 
-class PathText(str):
-    """The type of a field that holds a path; its value is a str, `absolute`. Each kind knows how one is tried."""
+class TriedText(str):
+    """The type of a field that holds a text which is tried before anything starts; its value is a str."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.str_schema()
+
+    @classmethod
+    def problem(cls, flag: str, path: str) -> str | None:
+        """What is wrong with a text of this kind on this machine, in one sentence; None if nothing is."""
+        return None
+
+
+class FunctionPath(TriedText):
+    """A function or class of the user's own, by dotted path. Whether it is there is seen where it is loaded."""
+
+    @classmethod
+    def problem(cls, flag: str, path: str) -> str | None:
+        return dotted_path_problem(flag, path, "my_module.my_function")
+
+
+class PathText(TriedText):
+    """A path, which is made `absolute` where it is read."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(absolute, core_schema.str_schema())
-
-    @classmethod
-    def problem(cls, flag: str, path: str) -> str | None:
-        """What is wrong with a path of this kind on this machine, in one sentence; None if nothing is."""
-        return None
 
 
 class NodePath(PathText):

@@ -7,16 +7,16 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from miles.config.command_line import CommandLine, read_command_line
+from miles.config.command_line import KINDS, CommandLine, read_command_line
 from miles.config.derive import derive
-from miles.config.names import flag_of
+from miles.config.names import flag_of, nearest
 from miles.config.paths import as_given
 from miles.config.run_config import RunConfig
 from miles.config.section import Section
 from miles.config.sglang_args import check_sglang
 from miles.config.validate import validate, warn
 from miles.config.values import Values
-from miles.config.yaml_file import read_yaml
+from miles.config.yaml_file import load_yaml
 from miles.utils.errors import UserError
 
 
@@ -48,7 +48,7 @@ def resolve(argv: list[str]) -> Resolved:
 def resolve_command_line(line: CommandLine) -> Resolved:
     """`resolve`, of a command line that has been read."""
     problems = list(line.problems)
-    file_values, file_sglang, file_problems = read_yaml(line.config_file) if line.config_file else ({}, {}, [])
+    file_values, file_sglang, file_problems = _read_file(line.config_file) if line.config_file else ({}, {}, [])
     problems += file_problems
 
     in_file = f"YAML ({line.config_file})"
@@ -69,6 +69,30 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     return Resolved(
         RunConfig(**values).with_given(origins), provenance, [as_given(warning) for warning in warn(Values(values))]
     )
+
+
+def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Values of fields, values of SGLang arguments (without `sglang_`), and what is wrong with the file.
+
+    Keys are field names with underscores. Paths in values that are relative belong to the working directory, not to the
+    file.
+    """
+    content, problems = load_yaml("--config", path)
+    if content is None:
+        return {}, {}, problems
+    if not isinstance(content, dict):
+        return {}, {}, [f"--config {path} must hold `name: value` lines, got a {type(content).__name__}"]
+    values: dict[str, Any] = {}
+    sglang: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key)
+        if name in KINDS:
+            values[name] = value
+        elif name.startswith("sglang_"):
+            sglang[name.removeprefix("sglang_")] = value
+        else:
+            problems.append(f"{path}: key {name} is unknown{nearest(name.replace('-', '_'), KINDS)}")
+    return values, sglang, problems
 
 
 def _convert(raw: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

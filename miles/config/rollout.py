@@ -9,6 +9,7 @@ from miles.config.context_length import KEPT_BY_SGLANG, engine_context, longest_
 from miles.config.effect import NotWith, OnlyWith, engines_run
 from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
+from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
 
 _RUNS = "for both name a router that runs already"
@@ -53,7 +54,7 @@ class RolloutConfig(Section):
     sglang_server_concurrency: int = Field(512, gt=0, description="Samples in flight at most, for each engine.")
     sglang_router_policy: Annotated[
         Literal["cache_aware", "power_of_two", "round_robin", "random"] | None,
-        NotWith("--sglang-router-ip", "a router that runs already"),
+        NotWith("--sglang-router-ip", "which names a router that runs already"),
     ] = Field(
         None,
         description="Start sglang-router in front of the engines, with this policy. Unset: Miles itself sends each "
@@ -153,3 +154,41 @@ def _router(v: Values) -> Iterator[str]:
             f"--sglang-router-request-timeout-secs {seconds} is below --rollout-request-timeout "
             f"{v.rollout_request_timeout:g}: the router would give up first; raise it"
         )
+
+
+@rule
+def _room_for_responses(v: Values) -> Iterator[str]:
+    if v.needs_engines and v.rollout_max_response_len is None:
+        yield "--rollout-max-response-len is required: the most tokens of a response"
+    context, prompt = v.rollout_max_context_len, v.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt >= context:
+        yield (
+            f"--rollout-max-prompt-len {prompt} leaves no room for a response within --rollout-max-context-len "
+            f"{context}; at most {context - 1} is allowed"
+        )
+
+
+@rule
+def _sampling(v: Values) -> Iterator[str]:
+    if v.rollout_temperature == 0 and v.learns_from_samples and v.needs_trainer:
+        yield (
+            "--rollout-temperature 0 cannot be trained on: the trainer divides its logits by it, and all samples of a "
+            "group would be equal; use 1.0 (--eval-temperature 0 evaluates greedily)"
+        )
+    if v.rollout_top_k == 0 or v.eval_top_k == 0:
+        yield "--rollout-top-k and --eval-top-k are at least 1, or -1 for all tokens; 0 was given"
+
+
+@rule
+def _stop_ids(v: Values) -> Iterator[str]:
+    yield from unknown_ids("--rollout-stop-token-ids", v.rollout_stop_token_ids, v.hf_checkpoint)
+
+
+def unknown_ids(what: str, ids: list[int] | None, checkpoint: str) -> Iterator[str]:
+    """What is wrong with token ids: those that the model has not never end anything, and can break an engine."""
+    size = (model_shape(checkpoint) or {}).get("vocab_size")
+    if size is None:
+        return
+    unknown = [str(token) for token in ids or () if token >= size]
+    if unknown:
+        yield f"{what}: the model has no token {', '.join(unknown)}, its vocabulary ends at {size - 1}; drop it"

@@ -56,7 +56,7 @@ def _nothing_to_overlap(v: Values) -> Iterator[Derived]:
     """So that a debug mode can be added to any command line."""
     for name in ("one_step_ahead", "fully_async"):
         if getattr(v, name) and not v.needs_engines:
-            yield name, False, v.lone_side
+            yield name, False, f"{v.lone_side}"
 
 
 @derives("async_max_concurrent_samples")

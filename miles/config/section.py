@@ -103,7 +103,8 @@ def field_kind(field: FieldInfo) -> FieldKind:
     kind = base_type(field.annotation)
     if kind is bool:
         return "bool"
-    return {list: "list", dict: "dict"}.get(get_origin(kind) or kind, "scalar")
+    origin = get_origin(kind) or kind
+    return "list" if origin is list else "dict" if origin is dict else "scalar"
 
 
 def written(name: str, value: Any) -> str:
@@ -124,7 +125,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and base_type(cls.model_fields[info.field_name].annotation) in (int, float):
+        if isinstance(value, bool) and base_type(cls.model_fields[f"{info.field_name}"].annotation) in (int, float):
             raise UserError("a number is needed here, not true or false")
         return value
 

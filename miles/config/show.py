@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from miles.config.names import flag_of, negation_of
-from miles.config.paths import PathText
+from miles.config.paths import FunctionPath, PathText
 from miles.config.resolve import Resolved
 from miles.config.run_config import SECTIONS
 from miles.config.secrets import masked, secrets_of
@@ -34,7 +34,7 @@ def value_hint(field: FieldInfo) -> str:
 
 
 def _word(kind: Any) -> str:
-    words = {int: "INT", float: "FLOAT", str: "TEXT"}
+    words = {int: "INT", float: "FLOAT", str: "TEXT", FunctionPath: "TEXT"}
     if isinstance(kind, type) and issubclass(kind, PathText):
         return "PATH"
     return words[kind] if kind in words else "{" + ",".join(map(str, kind.__args__)) + "}"

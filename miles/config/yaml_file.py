@@ -1,16 +1,12 @@
-"""YAML files; that of `--config` has field names and their values, laid under the command line."""
+"""YAML files that a flag names."""
 
 from collections.abc import Hashable
 from typing import Any
 
 import yaml
 
-from miles.config.command_line import KINDS
-from miles.config.names import nearest
 from miles.config.paths import absolute
 from miles.utils.errors import UserError
-
-FIELD_NAMES = tuple(KINDS)
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,27 +31,3 @@ def load_yaml(flag: str, path: str) -> tuple[Any, list[str]]:
         return None, [f"{flag} {path}: {error}"]
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return None, [f"{flag} {path} is not valid YAML: {' '.join(str(error).split())}"]
-
-
-def read_yaml(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Values of fields, values of SGLang arguments (without `sglang_`), and what is wrong with the file.
-
-    Keys are field names with underscores. Paths in values that are relative belong to the working directory, not to the
-    file.
-    """
-    content, problems = load_yaml("--config", path)
-    if content is None:
-        return {}, {}, problems
-    if not isinstance(content, dict):
-        return {}, {}, [f"--config {path} must hold `name: value` lines, got a {type(content).__name__}"]
-    values: dict[str, Any] = {}
-    sglang: dict[str, Any] = {}
-    for key, value in content.items():
-        name = str(key)
-        if name in KINDS:
-            values[name] = value
-        elif name.startswith("sglang_"):
-            sglang[name.removeprefix("sglang_")] = value
-        else:
-            problems.append(f"{path}: key {name} is unknown{nearest(name.replace('-', '_'), FIELD_NAMES)}")
-    return values, sglang, problems

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from miles.config import RunConfig
+from miles.config.residency import policy_of
 from miles.ray.rollout.client import RolloutClient
 from miles.ray.train.models import TrainingModels
 from miles.residency.executor import Executor, Service
 from miles.residency.plan import Clear, Move, Party, Phase, Step, Sync, plan
-from miles.residency.policy import policy_of
 from miles.utils.units import GB
 from miles.weight_sync.target import EngineTarget
 

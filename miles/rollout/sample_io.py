@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from miles.config.debug_rules import SAMPLE_FILE_ENDINGS
+from miles.config.paths import SAMPLE_FILE_ENDINGS
 from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
 from miles.utils.types import Sample

@@ -19,12 +19,12 @@ import torch
 
 from miles.backends.trainer.protocol import TAGS, TrainedModel
 from miles.config import RunConfig
+from miles.config.residency import policy_of
 from miles.residency.disk_store import DiskStore
 from miles.residency.fingerprint import fingerprint
 from miles.residency.host_store import HostStore, Store
 from miles.residency.memory import DeviceMemory, device_memory, span
 from miles.residency.plan import Move, Party, Place, Policy, Region, back, start, trainer_leaves, trainer_returns
-from miles.residency.policy import policy_of
 from miles.residency.state import ResidencyError
 from miles.utils.host_memory import resident_bytes
 from miles.utils.units import GB

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from miles.config import RunConfig
 from miles.config.names import flag_of
+from miles.config.residency import policy_of
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.rollout_state import read_state, write_state
 from miles.ray.rollout.run_length import with_num_rollout
 from miles.ray.rollout.training_data import RolloutResult, training_data
 from miles.residency.plan import ENGINE_REGIONS, Move, Region, back, engine_leaves
-from miles.residency.policy import policy_of
 from miles.rewards import load_reward
 from miles.rollout.collector import Collected, Collector
 from miles.rollout.engine_pool import EnginePool

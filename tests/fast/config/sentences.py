@@ -8,9 +8,9 @@
     refused: a sentence,
         and its next line
 
-Flags are laid over those of a run that is right (`good` in conftest.py); what stands in `(without ...)` is taken out.
-Under a command line, `config.json:` and `file` are for it alone. It is `accepted`, or there are one or more sentences,
-each `refused:` or, of a run that starts all the same, `warned:`.
+Flags are laid over those of a run that is right (`good` in conftest.py), and what stands in `(without ...)` is taken
+out of what stands before it. Under a command line, `config.json:` and `file` are for it alone. It is `accepted`, or
+there are one or more sentences, each `refused:` or, of a run that starts all the same, `warned:`.
 """
 
 import re
@@ -71,10 +71,13 @@ def _changes(text: str, names: dict[str, str]) -> dict[str, list[str] | None]:
     while any(word in names for word in text.split()):
         text = " ".join(names.get(word, word) for word in text.split(" "))
     changes: dict[str, list[str] | None] = {}
-    for word in shlex.split(WITHOUT.sub("", text)):
-        if word.startswith("--"):
-            changes[word] = []
-        else:
-            changes[next(reversed(changes))].append(word)
-    absent = " ".join(WITHOUT.findall(text)).split()
-    return changes | {flag: None for flag in absent if flag not in changes}
+    for place, part in enumerate(WITHOUT.split(text)):
+        if place % 2:
+            changes |= dict.fromkeys(part.split())
+            continue
+        for word in shlex.split(part):
+            if word.startswith("--"):
+                flag, changes[word] = word, []
+            else:
+                changes[flag].append(word)
+    return changes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles.config.derive import derive
-from miles.config.offload_rules import scratch_folder
+from miles.config.offload import scratch_folder
 from miles.config.resolve import resolve
 from miles.config.run_config import RunConfig
 

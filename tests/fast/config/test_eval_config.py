@@ -141,5 +141,5 @@ def test_a_missing_file(tmp_path):
 
 
 def test_it_imports_no_torch():
-    code = "import sys, miles.config.eval_rules; sys.exit('torch' in sys.modules)"
+    code = "import sys, miles.config.evaluation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode == 0

@@ -29,6 +29,7 @@ def attributes_read(file, bases):
 
 def test_every_field_is_read():
     outside = [ROOT / "train.py", *(f for f in (ROOT / "miles").rglob("*.py") if f.parent.name != "config")]
+    outside.append(ROOT / "miles" / "config" / "residency.py")  # what the driver and the ranks move
     inside = (ROOT / "miles" / "config").glob("*.py")
     read = set().union(*(attributes_read(file, {"config", "_config"}) for file in outside))
     read_by_checks = set().union(*(attributes_read(file, {"v", "self"}) for file in inside))

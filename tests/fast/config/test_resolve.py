@@ -52,7 +52,7 @@ def test_all_problems_at_once(argv, folder):
         "YAML (run.yaml): sglang_mem_fraction is unknown to the installed SGLang; did you mean --sglang-mem-fraction",
         "--rollout-batch is unknown; did you mean --rollout-batch-size",
         "--seed is given more than once",
-        "--save-interval 2 needs --save",
+        "--save-interval 2 has no effect without --save",
         "--sequence-parallel has no effect without --tensor-model-parallel-size above 1; add that, or drop it",
         "--rollout-top-p is '2': input should be less than or equal to 1",
         "--hf-checkpoint is required",
@@ -116,32 +116,3 @@ def test_warnings(argv):
     assert len(warnings) == 3
     for expected in ("k1 as a loss has a gradient of zero on average", "--eval-interval", "--lr 0: the weights"):
         assert sum(expected in warning for warning in warnings) == 1
-    assert resolve(argv("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl")).warnings == []
-    (levels,) = resolve(argv("--offload-rollout-level weight")).warnings
-    assert levels == "--offload-rollout-level weight has no effect without --offload-rollout"
-    (levels,) = resolve(argv("--offload-rollout-level")).warnings
-    assert levels == "--offload-rollout-level has no effect without --offload-rollout"
-    (min_lr,) = resolve(argv("--lr 1 --min-lr 0.5")).warnings
-    assert min_lr == "--min-lr 0.5 has no effect with --lr-decay-style constant"
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("--offload-train-keep-host-buffers DISK", "--offload-train-keep-host-buffers has no effect with"),
-        ("--no-offload-train-keep-host-buffers DISK", "--no-offload-train-keep-host-buffers has no effect with"),
-        ("DISK", None),
-        ("--offload-train-keep-host-buffers", None),
-        ("--offload-train-disk-chunk-mb 64", "--offload-train-disk-chunk-mb 64 has no effect without"),
-        ("--offload-train-disk-chunk-mb 64 DISK", None),
-        ("--offload-train-disk-chunk-mb 64 --stream-optimizer-state-to-disk", None),
-        ("--train-memory-margin-bytes 0 --no-offload-train", "--train-memory-margin-bytes 0 has no effect without"),
-        ("--train-memory-margin-bytes 0", None),
-        # So that a debug mode can be added to any command line.
-        ("--train-memory-margin-bytes 0 --offload-train-disk-chunk-mb 64 --debug-rollout-only", None),
-    ],
-)
-def test_offload_flags_without_effect(argv, more, expected):
-    more = more.replace("DISK", "--offload-train-target disk")
-    warnings = resolve(argv(more, no_offload_train=None, no_offload_rollout=None)).warnings
-    assert len(warnings) == (expected is not None) and all(expected in warning for warning in warnings)

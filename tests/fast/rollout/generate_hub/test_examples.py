@@ -4,7 +4,7 @@ import pytest
 from openai import AsyncOpenAI  # noqa: F401  imported here, outside of the time that a test takes
 
 from examples.agents import reward, tools
-from miles.config.multi_turn_rules import AGENT
+from miles.config.multi_turn import AGENT
 from miles.rollout.generate_hub import CHECKS, agentic_tool_call, multi_turn
 from miles.rollout.sessions.server import close_server
 from miles.utils.arguments import parse_args

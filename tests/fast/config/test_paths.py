@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from miles.config.path_rules import KINDS, path_type
-from miles.config.paths import absolute
+from miles.config.paths import FunctionPath, PathText, absolute
 from miles.config.resolve import ConfigError, resolve
 from miles.config.run_config import RunConfig
 from miles.config.section import base_type
+from miles.config.validate import KINDS, tried_type
 
 # Fields that hold texts and no paths. A new one is either named here or gets one of the types in miles/config/paths.py.
 TEXTS = {
@@ -17,9 +17,9 @@ TEXTS = {
     "generate_tool_call_parser",
     *("input_key", "label_key", "metadata_key", "tool_key", "reward_key"),
     *("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key", "rollout_stop"),
-    # Dotted paths of functions, and names and files in turn, of which the files are made absolute.
-    *(name for name in RunConfig.model_fields if name.endswith("_path") and name != "chat_template_path"),
-    "eval_prompt_data",
+    # Dotted paths of functions that a rule of their own tries, and names and files in turn, of which the files are made
+    # absolute.
+    *("custom_loss_function_path", "custom_tis_function_path", "custom_rm_path", "eval_prompt_data"),
 }
 EXAMPLES = {"prompt_data": "a.jsonl@[:5]", "load_debug_rollout_data": "{rollout_id}.jsonl"}
 
@@ -33,9 +33,11 @@ def test_no_path_is_forgotten():
     fields = RunConfig.model_fields
     assert {name for name, field in fields.items() if holds_text(field.annotation)} == TEXTS
     assert not KINDS.keys() & TEXTS
+    dotted = {name for name, kind in KINDS.items() if kind is FunctionPath}
+    assert dotted == {name for name in KINDS if name.endswith("_path") and name != "chat_template_path"}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if issubclass(kind, PathText)])
 def test_paths_are_absolute_and_filled_in(name, monkeypatch, folder):
     """In the configuration itself, so that every process on every machine reads the same."""
     monkeypatch.setenv("HOME", "/home/me")
@@ -109,6 +111,6 @@ def test_an_empty_path_is_refused_by_the_name_of_its_flag(argv):
 
 
 def test_kinds_of_lists_and_of_what_may_be_missing():
-    kinds = {name: path_type(RunConfig.model_fields[name].annotation).__name__ for name in ("prompt_data", "save")}
+    kinds = {name: tried_type(RunConfig.model_fields[name].annotation).__name__ for name in ("prompt_data", "save")}
     assert kinds == {"prompt_data": "PromptFile", "save": "OutputFolder"}
     assert Path(absolute(".")) == Path.cwd()

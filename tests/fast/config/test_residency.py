@@ -3,9 +3,9 @@
 import pytest
 
 from miles.config import RunConfig
+from miles.config.residency import policy_of
 from miles.config.values import Undetermined, Values
 from miles.residency.plan import Place, Policy, Region
-from miles.residency.policy import policy_of
 
 BOTH = {"offload_train": True, "offload_rollout": True}
 

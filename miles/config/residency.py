@@ -1,14 +1,13 @@
 """The policy of moves that a configuration asks for."""
 
-from miles.config import RunConfig
-from miles.config.values import Values
+from miles.config.layout import Layout
 from miles.residency.plan import Place, Policy, Region
 
 _REGIONS = {"kv_cache": Region.KV_CACHE, "weight": Region.WEIGHTS}
 _TARGETS = {"cpu": Place.HOST, "disk": Place.DISK}
 
 
-def policy_of(config: RunConfig | Values) -> Policy:
+def policy_of(config: Layout) -> Policy:
     """What moves, and where to. Says nothing about whether that is legal: see `Policy.problems`."""
     rematerialize = config.rematerialize_param_from_master_weight
     sizes = config.parallel_sizes
