@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rewards.answers import last_box, unboxed
 from miles.rewards.reward import Reward
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 
 def boxed(reward: Reward) -> Reward:
@@ -22,7 +22,7 @@ def boxed(reward: Reward) -> Reward:
     read_label = reward.read_label
     assert read_label is not None, f"{reward.name} compares with no label"
 
-    async def boxed_reward(config: "RunConfig", sample: Sample) -> Any:
+    async def boxed_reward(config: "RunConfig", sample: "Sample") -> Any:
         label, answer = unboxed(sample.label), last_box(sample.response)
         if answer is None:
             return 0.0

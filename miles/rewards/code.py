@@ -33,10 +33,10 @@ from miles.rewards.answers import after_thinking
 from miles.rewards.reward import Reward
 from miles.rewards.sandbox import SPARE_OUTPUT, WALL_S, Confined, SandboxError, check_sandbox, run_program
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 LONGEST_MESSAGE = 1 << 20  # bytes of one call, or of its answer
 MOST_CALLS = 100_000
@@ -62,7 +62,7 @@ class Tests:
     code: str | None = None
 
 
-async def code_reward(config: "RunConfig", sample: Sample) -> float:
+async def code_reward(config: "RunConfig", sample: "Sample") -> float:
     """1.0 if the program passes all tests within WALL_S seconds, and CPU_S a process; else 0.0.
 
     Raises:

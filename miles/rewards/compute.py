@@ -13,11 +13,11 @@ from miles.rewards.built_in import BUILT_IN, built_in
 from miles.rewards.custom import load_custom_group_reward, load_custom_reward
 from miles.utils.errors import UserError
 from miles.utils.json_values import as_json, json_entries, scalar
-from miles.utils.types import Sample
 from miles.utils.user_code import described
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def load_reward(config: "RunConfig") -> Callable[..., Awaitable[Any]]:
     return _built_in_reward
 
 
-async def compute_rewards(config: "RunConfig", samples: list[Sample], *, evaluation: bool = False) -> RewardCounts:
+async def compute_rewards(config: "RunConfig", samples: list["Sample"], *, evaluation: bool = False) -> RewardCounts:
     """Set `reward` of every sample, all at once: a float, or None where the reward abstained or failed.
 
     A dict is kept as `metadata["reward"]` and reduced to its entry `config.reward_key`, with `evaluation` to
@@ -97,11 +97,11 @@ def check_errors(counts: list[RewardCounts], bound: float) -> None:
         )
 
 
-async def _no_reward(config: "RunConfig", sample: Sample) -> float:
+async def _no_reward(config: "RunConfig", sample: "Sample") -> float:
     return 0.0
 
 
-async def _built_in_reward(config: "RunConfig", sample: Sample) -> Any:
+async def _built_in_reward(config: "RunConfig", sample: "Sample") -> Any:
     chosen = sample.metadata.get("rm_type")
     reward = built_in(config.rm_type if chosen is None else chosen)
     reward.need_label(sample.label)
@@ -110,7 +110,7 @@ async def _built_in_reward(config: "RunConfig", sample: Sample) -> Any:
     return await reward.judge(config, sample)
 
 
-def _asked(config: "RunConfig", samples: Sequence[Sample]) -> list[list[Sample]]:
+def _asked(config: "RunConfig", samples: Sequence["Sample"]) -> list[list["Sample"]]:
     """The samples of each call, in order: with --group-rm neighbours of one group, else one."""
     if config.group_rm:
         return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group_index)]
@@ -118,7 +118,7 @@ def _asked(config: "RunConfig", samples: Sequence[Sample]) -> list[list[Sample]]
 
 
 async def _values(
-    reward_function: Callable[..., Awaitable[Any]], config: "RunConfig", group: list[Sample]
+    reward_function: Callable[..., Awaitable[Any]], config: "RunConfig", group: list["Sample"]
 ) -> list[Any]:
     """What the reward says of each sample of one call, or the exception that it raised."""
     try:
@@ -135,7 +135,7 @@ async def _values(
         return [error] * len(group)
 
 
-def _outcome(sample: Sample, value: Any, key: str | None, flag: str) -> float | None | Exception:
+def _outcome(sample: "Sample", value: Any, key: str | None, flag: str) -> float | None | Exception:
     # A reward of the user's may have written into the metadata, too.
     sample.metadata, problem = json_entries(sample.metadata, "metadata")
     if isinstance(value, Exception):

@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from miles.utils.dotted_path import load_function
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 TIME_LIMIT_S = 300.0
 
 
-def load_custom_reward(path: str) -> Callable[["RunConfig", Sample], Awaitable[Any]]:
+def load_custom_reward(path: str) -> Callable[["RunConfig", "Sample"], Awaitable[Any]]:
     """Import the function at a dotted path and check it; each call of the result ends within TIME_LIMIT_S seconds.
 
     Raises:
@@ -25,6 +25,6 @@ def load_custom_reward(path: str) -> Callable[["RunConfig", Sample], Awaitable[A
     return load_function("--custom-rm-path", path, "config", "sample", is_async=None, limit_s=TIME_LIMIT_S)
 
 
-def load_custom_group_reward(path: str) -> Callable[["RunConfig", list[Sample]], Awaitable[Any]]:
+def load_custom_group_reward(path: str) -> Callable[["RunConfig", list["Sample"]], Awaitable[Any]]:
     """`load_custom_reward` of a function of (config, samples)."""
     return load_function("--custom-rm-path", path, "config", "samples", is_async=None, limit_s=TIME_LIMIT_S)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from miles.rewards.answers import last_box, plain_signs
 from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 TAIL = 300  # characters
 
@@ -46,7 +46,7 @@ _SPACES = re.compile(r"(?<!\d) +| +(?!\d)")
 _GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
-async def dapo_reward(config: "RunConfig", sample: Sample) -> dict[str, float | str]:
+async def dapo_reward(config: "RunConfig", sample: "Sample") -> dict[str, float | str]:
     """score: 1.0 for the right answer, else -1.0; acc: 1.0 or 0.0; pred: the answer as compared, "" without one.
 
     Raises:

@@ -11,15 +11,15 @@ from miles.rewards.answers import after_thinking
 from miles.rewards.math import check_installed, judge_box
 from miles.rewards.math_text import read_label
 from miles.rewards.reward import Reward
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 
-async def deepscaler_reward(config: "RunConfig", sample: Sample) -> float:
+async def deepscaler_reward(config: "RunConfig", sample: "Sample") -> float:
     r"""1.0 if the last \boxed after the last </think> has the label's value, else 0.0.
 
     What is equal is as with --rm-type math.

@@ -4,19 +4,19 @@ from typing import TYPE_CHECKING
 
 from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 
-async def exact_reward(config: "RunConfig", sample: Sample) -> float:
+async def exact_reward(config: "RunConfig", sample: "Sample") -> float:
     """1.0 if the response was completed and, white space around it aside, equals the label; else 0.0.
 
     Raises:
         ValueError: the label is empty.
     """
-    completed = sample.status == Sample.Status.COMPLETED
+    completed = sample.status == sample.Status.COMPLETED
     return float(completed and sample.response.strip() == read_label(sample.label))
 
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 # Answers without degrees: what is not one of them, word for word, shares nothing with it.
 _CLOSED = ("yes", "no", "noanswer")
 
 
-async def f1_reward(config: "RunConfig", sample: Sample) -> float:
+async def f1_reward(config: "RunConfig", sample: "Sample") -> float:
     """F1 of the words, from 0.0 to 1.0; case, punctuation, articles and white space aside.
 
     With a label of yes, no or noanswer it is 1.0 for that word alone and 0.0 otherwise. Words are what white space

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from miles.rewards.answers import after_thinking, last_box, plain_signs
 from miles.rewards.reward import Reward
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 _FONT = (
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt|bb|cal)|boldsymbol|bm|mbox|bf|rm)\s*\{|\{|\\bf\s|\\rm\s"
@@ -34,7 +34,7 @@ _FOLLOWED = re.compile(rf"{_LETTER}(?:[)\].:,;*_`$}}]+|\s+(?:because|since|as|wi
 _SECOND = re.compile(r"[)\].:,;*_`$}\s]*(?:(?:or|and|/|&|\||,)[\s(*\[]*)+[A-Z](?![\w'])")
 
 
-async def gpqa_reward(config: "RunConfig", sample: Sample) -> float:
+async def gpqa_reward(config: "RunConfig", sample: "Sample") -> float:
     """1.0 if the response chooses the label's letter, else 0.0; case and what surrounds it aside.
 
     Raises:

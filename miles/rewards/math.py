@@ -17,10 +17,10 @@ from miles.rewards.math_text import read_label
 from miles.rewards.reward import Reward
 from miles.rewards.worker_pool import WorkerEnded, WorkerPool
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 TIME_LIMIT_S = 5.0
 
@@ -35,7 +35,7 @@ def check_installed() -> None:
         raise UserError("--rm-type math needs the package math-verify: pip install math-verify")
 
 
-async def math_reward(config: "RunConfig", sample: Sample) -> float:
+async def math_reward(config: "RunConfig", sample: "Sample") -> float:
     """1.0 if the last answer in the response has the label's value, 0.0 if not or if there is none.
 
     Which answer counts: see miles.rewards.math_worker. How it and the label are read: see miles.rewards.math_text.
@@ -47,7 +47,7 @@ async def math_reward(config: "RunConfig", sample: Sample) -> float:
     return await judge(sample.label, sample.response)
 
 
-async def boxed_math_reward(config: "RunConfig", sample: Sample) -> float:
+async def boxed_math_reward(config: "RunConfig", sample: "Sample") -> float:
     r"""`math_reward` of the last \boxed or \fbox; 0.0 without one."""
     return await judge_box(sample.label, sample.response)
 

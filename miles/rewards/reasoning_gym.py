@@ -17,10 +17,10 @@ from miles.rewards.reward import Reward
 from miles.rewards.sandbox import MEMORY_BYTES, WALL_S, check_sandbox
 from miles.rewards.worker_pool import WorkerPool
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 CPU_S = 5
 
@@ -34,7 +34,7 @@ def check_installed() -> None:
     check_sandbox()
 
 
-async def reasoning_gym_reward(config: "RunConfig", sample: Sample) -> float:
+async def reasoning_gym_reward(config: "RunConfig", sample: "Sample") -> float:
     """What the task says of the answer: 1.0 if it is right, for some tasks less if it is nearly so, 0.0 if not.
 
     An answer that its scorer can't read, or needs more than CPU_S seconds for, is worth 0.0.

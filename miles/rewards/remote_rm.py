@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from miles.rewards.reward import Reward
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
+    from miles.utils.types import Sample
 
 BACKOFF_S = 0.5
 LONGEST_ANSWER = 1 << 20  # bytes
@@ -28,7 +28,7 @@ class RemoteRewardError(RuntimeError):
     """The service gave no usable answer."""
 
 
-async def remote_reward(config: "RunConfig", sample: Sample) -> Any:
+async def remote_reward(config: "RunConfig", sample: "Sample") -> Any:
     """What the service answers.
 
     At most `rm_max_concurrency` requests are in flight; one may take `rm_request_timeout` seconds, in which waiting for

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miles.utils.errors import UserError
-from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
     from miles.config.values import Values
+    from miles.utils.types import Sample
 
-Judge = Callable[["RunConfig", Sample], Awaitable[Any]]
+Judge = Callable[["RunConfig", "Sample"], Awaitable[Any]]
 
 
 def _needs_nothing() -> None:
