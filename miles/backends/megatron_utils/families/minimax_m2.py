@@ -98,7 +98,7 @@ class MiniMaxM2(Family):
             "k_layernorm.weight": hf_config.num_key_value_heads * head_dim,
         }
         return [
-            norm_entry(entry.megatron_name, *entry.hf_names, sizes[part]) if part in sizes else entry
+            norm_entry(entry.megatron_name, entry.hf_names[0], sizes[part]) if part in sizes else entry
             for entry in super().attention_entries(hf_config, hf, megatron)
             for part in (".".join(entry.megatron_name.split(".")[-2:]),)
         ]
