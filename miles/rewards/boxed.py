@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from miles.rewards.answers import last_box, unboxed
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
@@ -23,7 +23,7 @@ def boxed(reward: Reward) -> Reward:
     assert read_label is not None, f"{reward.name} compares with no label"
 
     async def boxed_reward(config: "RunConfig", sample: "Sample") -> Any:
-        label, answer = unboxed(sample.label), last_box(sample.response)
+        label, answer = unboxed(label_of(sample)), last_box(sample.response)
         if answer is None:
             return 0.0
         return await reward.judge(config, dataclasses.replace(sample, response=answer, label=label))

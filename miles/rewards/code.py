@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.rewards.answers import after_thinking
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.rewards.sandbox import SPARE_OUTPUT, WALL_S, Confined, SandboxError, check_sandbox, run_program
 from miles.utils.errors import UserError
 
@@ -70,7 +70,7 @@ async def code_reward(config: "RunConfig", sample: "Sample") -> float:
         SandboxError: the sandbox can't be had here.
     """
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_pool(), judge, sample.label, sample.response)
+    return await loop.run_in_executor(_pool(), judge, label_of(sample), sample.response)
 
 
 @functools.cache

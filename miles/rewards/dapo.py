@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from miles.rewards.answers import last_box, plain_signs
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ async def dapo_reward(config: "RunConfig", sample: "Sample") -> dict[str, float 
     Raises:
         ValueError: nothing is left of the label once it is normalised.
     """
-    label = read_label(sample.label)
+    label = read_label(label_of(sample))
     answer = normalize(find_answer(sample.response))
     right = answer == label
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

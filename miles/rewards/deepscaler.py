@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from miles.rewards.answers import after_thinking
 from miles.rewards.math import check_installed, judge_box
 from miles.rewards.math_text import read_label
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 
 if TYPE_CHECKING:
     from miles.config import RunConfig
@@ -32,7 +32,7 @@ async def deepscaler_reward(config: "RunConfig", sample: "Sample") -> float:
     if answer is None:
         _warn_of_no_thinking()
         return 0.0
-    return await judge_box(sample.label, answer)
+    return await judge_box(label_of(sample), answer)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ async def exact_reward(config: "RunConfig", sample: "Sample") -> float:
         ValueError: the label is empty.
     """
     completed = sample.status == sample.Status.COMPLETED
-    return float(completed and sample.response.strip() == read_label(sample.label))
+    return float(completed and sample.response.strip() == read_label(label_of(sample)))
 
 
 def read_label(label: str) -> str:

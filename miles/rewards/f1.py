@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ async def f1_reward(config: "RunConfig", sample: "Sample") -> float:
     Raises:
         ValueError: the label has no words.
     """
-    label, response = read_label(sample.label), normalize(sample.response)
+    label, response = read_label(label_of(sample)), normalize(sample.response)
     if label in _CLOSED or response in _CLOSED:
         return float(label == response)
     right, answered = label.split(), response.split()

@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING
 
 from miles.rewards.answers import after_thinking, last_box, plain_signs
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ async def gpqa_reward(config: "RunConfig", sample: "Sample") -> float:
     Raises:
         ValueError: the label is not one letter.
     """
-    return float(find_choice(sample.response) == read_label(sample.label))
+    return float(find_choice(sample.response) == read_label(label_of(sample)))
 
 
 def read_label(label: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from miles.rewards.answers import last_box
 from miles.rewards.math_text import read_label
-from miles.rewards.reward import Reward
+from miles.rewards.reward import Reward, label_of
 from miles.rewards.worker_pool import WorkerEnded, WorkerPool
 from miles.utils.errors import UserError
 
@@ -44,12 +44,12 @@ async def math_reward(config: "RunConfig", sample: "Sample") -> float:
         ValueError: the label can't be read as mathematics.
         MathTimeout: judging took too long.
     """
-    return await judge(sample.label, sample.response)
+    return await judge(label_of(sample), sample.response)
 
 
 async def boxed_math_reward(config: "RunConfig", sample: "Sample") -> float:
     r"""`math_reward` of the last \boxed or \fbox; 0.0 without one."""
-    return await judge_box(sample.label, sample.response)
+    return await judge_box(label_of(sample), sample.response)
 
 
 async def judge_box(label: str, text: str) -> float:

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 Judge = Callable[["RunConfig", "Sample"], Awaitable[Any]]
 
 
+def label_of(sample: "Sample") -> str:
+    """The label of a sample, for the judge of a reward that compares with one: it is asked for nothing without."""
+    assert sample.label is not None, "Reward.need_label comes first"
+    return sample.label
+
+
 def _needs_nothing() -> None:
     pass
 
