@@ -26,7 +26,7 @@ class CriticConfig(Section):
         description="Folder of the critic's checkpoints to resume from. Unset: with --load, that and _critic. A new "
         "critic starts from --hf-checkpoint with values of zero.",
     )
-    critic_save: Annotated[OutputFolder | None, WITH_CRITIC] = Field(
+    critic_save: Annotated[OutputFolder | None, WITH_CRITIC, OnlyWith("--save", where=lambda v: v.use_critic)] = Field(
         None, description="Folder that the critic's checkpoints are written to. Unset: with --save, that and _critic."
     )
     critic_lr: Annotated[float | None, WITH_CRITIC] = Field(
@@ -61,8 +61,6 @@ def _beside_the_actor(v: Values) -> Iterator[str]:
             f"--num-critic-only-steps {v.num_critic_only_steps} leaves none of --num-rollout {v.num_rollout} to the "
             f"actor; give at most {v.num_rollout - 1}"
         )
-    if v.critic_save is not None and v.save is None:
-        yield f"--critic-save {v.critic_save} has no effect without --save; add that, or drop it"
     for name in ("critic_load", "critic_save"):
         folder, of_actor = getattr(v, name), getattr(v, name.removeprefix("critic_"))
         if folder is not None and folder == of_actor:

@@ -83,6 +83,13 @@ def test_what_is_said(room, good, folder, monkeypatch):
     assert not [rule.__name__ for rule in silent], f"no command line of {room}.txt hears of these"
 
 
+def test_every_section_with_rules_has_a_file():
+    rules = [rule for rule in (*validate.RULES, *validate.WARNINGS) if rule is not validate.tried_texts]
+    rooms = {room for room in ROOMS for rule in rules if belongs(rule, room)}
+    assert rooms == set(FILES)
+    assert all(any(belongs(rule, room) for room in rooms) for rule in rules)
+
+
 def belongs(rule, room):
     """Whether a rule or warning is one of the section's."""
     section = ROOMS[room]
