@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 import os
-import runpy
 import sys
 import time
 from multiprocessing import connection
@@ -82,4 +81,5 @@ def run_rank(command: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    # As runpy would, but that a process which a rank starts does not import the file, and with it the trainer, anew.
+    exec(compile(Path(command[0]).read_text(), command[0], "exec"), {"__name__": "__main__", "__file__": command[0]})

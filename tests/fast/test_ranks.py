@@ -1,7 +1,6 @@
 """`run_ranks`: every start is a fresh process, and what fails or hangs is said; `leave_world` leaves nothing behind."""
 
 import gc
-import importlib.util
 import json
 import os
 import random
@@ -14,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[2]
 PP2 = ("--pipeline-model-parallel-size", "2")
 
 
@@ -71,6 +70,7 @@ def dirty(rank: int, size: int, store: str) -> None:
     from megatron.core.tensor_parallel import layers
 
     assert state() == (torch.float32, True, False, False, False, False, False, True, False, False)
+    assert not hasattr(sys.modules["__main__"], "__file__"), "a process that this one spawns would import it"
     torch.set_default_dtype(torch.bfloat16)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
@@ -99,15 +99,12 @@ def threads() -> int:
 
 
 def worlds(rank: int, checkpoint: str, folder: Path, ports: list[int]) -> None:
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    tracing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tracing)
     left = []
     for number, flags in enumerate([(), PP2, ()]):
         scratch = folder / f"{number}, rank {rank}"
         scratch.mkdir()
-        config = tracing.trace_config(checkpoint, 2, 1, [*flags], scratch)
-        tracing.trace(rank, 2, config, 1, ports[number], folder / f"{number}.json")
+        config = loss_trace.trace_config(checkpoint, 2, 1, [*flags], scratch)
+        loss_trace.trace(rank, 2, config, 1, ports[number], folder / f"{number}.json")
         assert threads() > 30, "there is little to leave"
         leave_world()
         left.append(threads())
