@@ -60,10 +60,7 @@ class AlgorithmConfig(Section):
     ] = Field(
         False, description="Only subtract the group's mean from its rewards; do not divide by its standard deviation."
     )
-    disable_rewards_normalization: Annotated[
-        bool,
-        OnlyWith(_with_estimator(lambda e: e.compare is not None), note="since the others take rewards as they are"),
-    ] = Field(False, description="Use rewards as they are, without group statistics.")
+    disable_rewards_normalization: bool = Field(False, description="Use rewards as they are, without group statistics.")
     normalize_advantages: bool | None = Field(
         None,
         description=f"Whiten the advantages over a rollout. Unset: on with {estimators_where(lambda e: e.whitens)}.",
@@ -165,6 +162,15 @@ def _constant_length(v: Values) -> Iterator[Derived]:
         if v.rollout_max_response_len is not None:
             reason = f"--advantage-estimator {v.estimator.name}: --rollout-max-response-len"
             yield "constant_loss_length", v.rollout_max_response_len, reason
+
+
+@rule
+def _raw_rewards(v: Values) -> Iterator[str]:
+    if v.disable_rewards_normalization and v.estimator.compare is None:
+        yield (
+            f"--disable-rewards-normalization has no effect with --advantage-estimator {v.estimator.name}, which takes "
+            "rewards as they are anyway; drop it"
+        )
 
 
 @rule
