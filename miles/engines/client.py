@@ -89,7 +89,7 @@ class SGLangClient:
 
     async def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: list[dict[str, object]]
-    ) -> list[dict]:
+    ) -> Sequence["dict | SGLangError"]:
         """Continue each prompt of `input_ids`; one answer a prompt, in order: {text, output_ids, meta_info}.
 
         `meta_info.output_token_logprobs` holds [log-prob, id, None] for each new token, at the sampling temperature.

@@ -211,6 +211,7 @@ def _response(sample: Sample, words: Words) -> Iterator[Block]:
         yield Block("", Text(f"not trained on: response tokens {places}; --tokenizer FOLDER shows which text that is"))
         return
     for trained, _, _, text in parts:
+        assert text is not None, "looked at above"
         yield Block(TRAINED, escaped(text)) if trained else Block(MASKED, _dim(escaped(text)))
 
 
@@ -220,8 +221,8 @@ def _dim(text: Text) -> Text:
 
 
 def _tokens(sample: Sample, words: Words) -> Iterator[Block]:
-    columns = {"engine": sample.rollout_log_probs, "teacher": sample.teacher_log_probs}
-    columns = {name: values for name, values in columns.items() if values is not None}
+    both = {"engine": sample.rollout_log_probs, "teacher": sample.teacher_log_probs}
+    columns = {name: values for name, values in both.items() if values is not None}
     yield _title("tokens" + f"{'':>8}id" + "".join(f"{name:>10}" for name in columns))
     mask = [0] * sample.prompt_length + _mask(sample)
     for place, (token, trained) in enumerate(zip(sample.tokens, mask, strict=True)):

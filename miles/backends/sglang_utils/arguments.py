@@ -136,4 +136,4 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
 
 def _memory_leaves(config: RunConfig, engine_rank: int) -> bool:
     """Whether the engine releases memory for the trainer: one with GPUs of its own never does."""
-    return config.offload_rollout and engine_rank < config.num_colocated_engines
+    return bool(config.offload_rollout) and engine_rank < config.num_colocated_engines

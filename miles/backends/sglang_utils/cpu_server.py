@@ -15,6 +15,7 @@ The hooks are registered on import because SGLang's scheduler is a spawned proce
 import gc
 import os
 import runpy
+from unittest import mock
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -43,11 +44,8 @@ def _freeze_objects(result, scheduler, *args, **kwargs):
 
 def _checksum(compute, checker):
     """Around WeightChecker._compute_checksum, which waits for a GPU before it looks at the time."""
-    wait, torch.cuda.synchronize = torch.cuda.synchronize, lambda: None
-    try:
+    with mock.patch.object(torch.cuda, "synchronize", lambda: None):
         return compute(checker)
-    finally:
-        torch.cuda.synchronize = wait
 
 
 def draw(log_probs_RV: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:

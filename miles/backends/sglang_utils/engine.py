@@ -47,6 +47,7 @@ class SGLangEngine:
         assert self._server is None, f"engine {self._rank} was started before"
         port = free_port_block(PORTS_OF_A_SERVER, self._ports, self._host)
         url = "http://" + host_port(self._host, port)
+        assert self._config.run_dir is not None, "it is derived where it is not given"
         self._server = ServerProcess(
             command_line(server_arguments(self._config, engine_rank=self._rank, host=self._host, port=port)),
             server_environment(self._config, engine_rank=self._rank, gpu_ids=self._gpu_ids, port=port),

@@ -10,7 +10,8 @@ import sys
 # SGLang's schedulers are spawned processes, which import the main module again under the second name.
 if __name__ in ("__main__", "__mp_main__"):
     assert "megatron" not in sys.modules, "Megatron is imported already"
-    sys.modules["megatron"] = None  # importing it raises ImportError, as if it were not installed
+    # Importing it raises ImportError, as if it were not installed.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
 
     from miles.backends.sglang_utils import float32_copies
 

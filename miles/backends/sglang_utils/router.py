@@ -24,7 +24,7 @@ class RouterClient(SGLangClient):
     """Talks to the router at `url`."""
 
     async def generate(
-        self, input_ids: list[list[int]], sampling_params: list[dict[str, object]]
+        self, input_ids: Sequence[Sequence[int]], sampling_params: list[dict[str, object]]
     ) -> list[dict | SGLangError]:
         """Continue each prompt, as an engine would; by one request a prompt, since the router takes no more in one.
 
@@ -34,7 +34,7 @@ class RouterClient(SGLangClient):
         requests = zip(input_ids, sampling_params, strict=True)
         return await all_of([self._generate_one(ids, parameters) for ids, parameters in requests])
 
-    async def _generate_one(self, input_ids: list[int], sampling_params: dict[str, object]) -> dict | SGLangError:
+    async def _generate_one(self, input_ids: Sequence[int], sampling_params: dict[str, object]) -> dict | SGLangError:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
         try:
             return await self._call(
@@ -101,6 +101,7 @@ class SGLangRouter:
             "log-level": "warn",
         }
         words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        assert config.run_dir is not None, "it is derived where it is not given"
         self._process = ServerProcess(
             [sys.executable, "-m", "sglang_router.launch_router", *words, "--worker-urls", *engine_urls],
             dict(os.environ),
@@ -138,7 +139,9 @@ class ExternalRouter:
 
     def __init__(self, config: RunConfig) -> None:
         self._timeout = config.rollout_engine_start_timeout
-        self._client = RouterClient("http://" + host_port(config.sglang_router_ip, config.sglang_router_port))
+        ip, port = config.sglang_router_ip, config.sglang_router_port
+        assert ip is not None and port is not None, "an external router has an address"
+        self._client = RouterClient("http://" + host_port(ip, port))
         self._added: list[str] = []
 
     async def start(self, engine_urls: list[str]) -> str:

@@ -112,11 +112,13 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_SECONDS)
+        assert self._process is not None
         self._process.wait()  # reaps it
         return True
 
     def _answers(self) -> bool:
         parts = urlsplit(self.health_url)
+        assert parts.hostname is not None
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=5)
         try:
             connection.request("GET", parts.path)

@@ -55,7 +55,7 @@ class Engines:
         config = self._config
         self.urls = await asyncio.gather(*(engine.start.remote() for engine in self._engines))
         router_url = None if self._router is None else await self._router.start.remote(self.urls)
-        limits = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
+        limits: Any = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
         self.clients = [SGLangClient(url, **limits) for url in self.urls]
         if router_url is not None:
             self._router_client = RouterClient(router_url, **limits)
