@@ -31,7 +31,7 @@ def page() -> str:
                 flag = f"`{flag_of(name)}`, `{negation_of(name)}`"
             else:
                 flag = f"`{flag_of(name)} {value_hint(field)}`"
-            lines.append(f"| {_cell(flag)} | {_cell(default_text(field))} | {_cell(field.description)} |")
+            lines.append(f"| {_cell(flag)} | {_cell(default_text(field))} | {_cell(str(field.description))} |")
     return "\n".join(lines) + "\n"
 
 

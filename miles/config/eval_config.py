@@ -1,5 +1,8 @@
 """Evaluation sets: of --eval-prompt-data, or of --eval-config, a YAML file in which each has settings of its own."""
 
+# A setting that is not given is None, whatever its type (EvalSetConfig).
+# mypy: disable-error-code="assignment"
+
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 

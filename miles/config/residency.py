@@ -1,14 +1,15 @@
 """The policy of moves that a configuration asks for."""
 
-from miles.config.layout import Layout
+from typing import Any
+
 from miles.residency.plan import Place, Policy, Region
 
 _REGIONS = {"kv_cache": Region.KV_CACHE, "weight": Region.WEIGHTS}
 _TARGETS = {"cpu": Place.HOST, "disk": Place.DISK}
 
 
-def policy_of(config: Layout) -> Policy:
-    """What moves, and where to. Says nothing about whether that is legal: see `Policy.problems`."""
+def policy_of(config: Any) -> Policy:
+    """What moves, and where to, of a configuration or one in the making. See `Policy.problems` for what is legal."""
     rematerialize = config.rematerialize_param_from_master_weight
     sizes = config.parallel_sizes
     # Not yet derived, the expert-tensor-parallel size is 1 or the tensor-parallel one.

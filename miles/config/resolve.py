@@ -100,11 +100,12 @@ def _convert(raw: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[dict[s
     try:
         return dict(RunConfig(**raw)), []
     except ValidationError as error:
-        problems = {}
+        problems: dict[str, str] = {}
         for detail in error.errors():
             problems.setdefault(str(detail["loc"][0]), _explain(detail, origins))
     sound = {name: info for name, info in RunConfig.model_fields.items() if name not in problems}
-    partial = create_model("Partial", __base__=Section, **{name: (f.annotation, f) for name, f in sound.items()})
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in sound.items()}
+    partial = create_model("Partial", __base__=Section, **fields)
     return dict(partial(**{name: raw[name] for name in raw if name in sound})), list(problems.values())
 
 

@@ -39,7 +39,7 @@ SET_BY_MILES = {
 # Names that hold a path, a model of the hub or one of SGLang's own: what is there is meant as a path.
 _PATH_ENDINGS = ("_path", "_dir", "_file", "_folder", "_template", "_keyfile", "_certfile")
 _SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
-_LISTS = {f"List[{name}]": list[kind] for name, kind in _SCALARS.items()}
+_LISTS = {f"List[{name}]": list[kind] for name, kind in _SCALARS.items()}  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,15 @@ def read_server_arguments(source: str) -> dict[str, ServerArgument]:
     by_hand = _flags_added_by_hand(server_args)
     arguments: dict[str, ServerArgument] = {}
     for node in server_args.body:
-        if not isinstance(node, ast.AnnAssign):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        name, annotation, options = node.target.id, node.annotation, {}
+        name, annotation = node.target.id, node.annotation
+        options: dict[str, ast.expr] = {}
         if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A":
+            assert isinstance(annotation.slice, ast.Tuple)
             annotation, metadata = annotation.slice.elts
             if isinstance(metadata, ast.Call):
-                options = {keyword.arg: keyword.value for keyword in metadata.keywords}
+                options = {keyword.arg: keyword.value for keyword in metadata.keywords if keyword.arg is not None}
         elif name not in by_hand:
             continue
         if "no_cli" in options and name not in by_hand:
@@ -167,7 +169,7 @@ def _flags_added_by_hand(server_args: ast.ClassDef) -> set[str]:
     (method,) = [function for function in functions if function.name == "add_cli_args"]
     calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
     added = [call for call in calls if ast.unparse(call.func) == "parser.add_argument"]
-    return {_bare(word.value) for call in added for word in call.args if isinstance(word, ast.Constant)}
+    return {_bare(str(word.value)) for call in added for word in call.args if isinstance(word, ast.Constant)}
 
 
 def _bare(flag: str) -> str:
@@ -175,8 +177,9 @@ def _bare(flag: str) -> str:
 
 
 def _unwrap_optional(annotation: ast.expr) -> ast.expr:
-    wrapped = isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Optional"
-    return annotation.slice if wrapped else annotation
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Optional":
+        return annotation.slice
+    return annotation
 
 
 def _python_type(annotation: ast.expr, options: Mapping[str, ast.expr]) -> Any:
@@ -199,9 +202,10 @@ def _choices(
     bare = _unwrap_optional(annotation)
     if listed is None and isinstance(bare, ast.Subscript) and ast.unparse(bare.value) == "Literal":
         listed = bare.slice
-    if isinstance(listed, ast.Tuple | ast.List) and all(isinstance(item, ast.Constant) for item in listed.elts):
-        return tuple(item.value for item in listed.elts)
-    return None
+    if not isinstance(listed, ast.Tuple | ast.List):
+        return None
+    values = tuple(item.value for item in listed.elts if isinstance(item, ast.Constant))
+    return values if len(values) == len(listed.elts) else None
 
 
 def has_draft(algorithm: str | None) -> bool:

@@ -63,7 +63,7 @@ def help_text() -> str:
         lines += ["", section.title]
         for name, field in section.model_fields.items():
             if name == "sglang":
-                lines += _entry("--sglang-NAME VALUE", field.description, width)
+                lines += _entry("--sglang-NAME VALUE", str(field.description), width)
                 continue
             head = f"{flag_of(name)} {value_hint(field)}".rstrip()
             if field_kind(field) == "bool":
@@ -88,14 +88,13 @@ def config_text(resolved: Resolved) -> str:
         if "sglang" in section.model_fields:
             rows = [(f"sglang_{name}", value) for name, value in config.sglang.items()]
         if rows:
-            blocks.append(
-                (section.title, [(name, masked(_shown(value), secrets), origins[name]) for name, value in rows])
-            )
+            shown = [(name, masked(_shown(value), secrets), origins[name]) for name, value in rows]
+            blocks.append((section.title, shown))
     names, values = (max(len(row[i]) for _, rows in blocks for row in rows) for i in (0, 1))
-    lines = []
-    for title, rows in blocks:
+    lines: list[str] = []
+    for title, shown in blocks:
         lines += ["", title] if lines else [title]
-        lines += [f"  {name:{names}}  {value:{min(values, 40)}}  {origin}" for name, value, origin in rows]
+        lines += [f"  {name:{names}}  {value:{min(values, 40)}}  {origin}" for name, value, origin in shown]
     return "\n".join(lines)
 
 
