@@ -1,6 +1,5 @@
 """What an actor does around its optimizer steps: weights of others, the forward passes that it makes, custom losses."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ import pytest
 from miles.ray.resume import first_rollout
 from miles.utils.errors import UserError
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 ONE_STEP = ("--global-batch-size", "16")
 KL = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3")
 MOVING = (*KL, "--ref-update-interval", "2", "--tensor-model-parallel-size", "2")
@@ -126,9 +125,6 @@ def main(rank, checkpoint, folder, ports):
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
     from miles.utils.checkpoint_folder import finish_checkpoint
 
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    tracing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tracing)
     torch.set_num_threads(1)
     other = other_checkpoint(checkpoint, folder / f"other checkpoint {rank}")
     alone = [(name, 0, 1) for name, (ranks, _) in RUNS.items() if ranks == 1][rank::2]
@@ -143,11 +139,13 @@ def main(rank, checkpoint, folder, ports):
                 *(("--load", str(folder / "saved")) if name == "resumed" else ()),
             ]
         source, sleeps = (other if name == "other" else checkpoint), "asleep" in name
-        config = tracing.trace_config(str(source), ranks, ROLLOUTS.get(name, 2), flags, scratch, sleep=sleeps)
+        config = loss_trace.trace_config(str(source), ranks, ROLLOUTS.get(name, 2), flags, scratch, sleep=sleeps)
         actor = MegatronTrainRayActor(config, rank_, ranks)
         actor.init(f"127.0.0.1:{ports[name]}")
         actor.updater = Engines()
-        mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+        mine = loss_trace.made_up_shard(
+            config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
+        )
         lines = []
         if name == "apart":
             lines = refusals(actor, mine)

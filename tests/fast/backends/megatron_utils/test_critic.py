@@ -1,6 +1,5 @@
 """The critic in several layouts against one process: values, metrics, the gradient of every parameter; checkpoints."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ import torch
 
 from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 CP2 = ("--context-parallel-size", "2")
@@ -47,14 +46,6 @@ def test_checkpoints(run_ranks, tiny_checkpoint, tmp_path):
 # --- what the ranks run ---
 
 
-def loss_trace():
-    """scripts/loss_trace.py as a module."""
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def built(rank, ranks, checkpoint, folder, flags, port):
     """A critic, its shard of the made-up rollout, and one with every token masked."""
     from megatron.core import parallel_state
@@ -62,13 +53,12 @@ def built(rank, ranks, checkpoint, folder, flags, port):
     from miles.backends.megatron_utils.critic import MegatronCriticRayActor
     from miles.ray.train.group import critic_config
 
-    tracing = loss_trace()
     folder.mkdir(exist_ok=True)
-    config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*PPO, *flags], folder)
+    config = loss_trace.trace_config(checkpoint, ranks, ROLLOUTS, [*PPO, *flags], folder)
     critic = MegatronCriticRayActor(critic_config(config), rank, ranks)
     critic.init(f"127.0.0.1:{port}")
     of_rollout = (config, critic.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    return critic, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
+    return critic, loss_trace.made_up_shard(*of_rollout), loss_trace.made_up_shard(*of_rollout, masked=True)
 
 
 def trained(critic, shard, rollouts=range(ROLLOUTS)):
@@ -233,9 +223,8 @@ def checkpoints(rank, folder, checkpoint, ports):
 
     together = saved("TP", rank, 2, LAYOUTS["TP 2, SP"], ports[0])
     if rank == 1:
-        tracing = loss_trace()
         (folder / "actor").mkdir()
-        config = tracing.trace_config(checkpoint, 1, 1, ["--save", str(folder / "actor")], folder / "actor")
+        config = loss_trace.trace_config(checkpoint, 1, 1, ["--save", str(folder / "actor")], folder / "actor")
         actor = MegatronTrainRayActor(config, 0, 1)
         actor.init(f"127.0.0.1:{ports[4]}")
         actor.save(0)

@@ -1,6 +1,5 @@
 """Experts and interleaved or uneven pipeline stages change nothing but rounding; real gloo groups of two and four."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
 RELATIVE, ABSOLUTE = 5e-6, 5e-7
 
@@ -21,6 +20,8 @@ PP2 = ("--pipeline-model-parallel-size", "2")
 UNEVEN = (*PP2, "--decoder-first-pipeline-num-layers", "1")
 INTERLEAVED = (*PP2, "--num-layers-per-virtual-pipeline-stage", "1")
 SIZES = ("--micro-batch-size", "3")
+# Of a step of eight samples one process has eight micro-batches, a layout that says nothing of them four.
+FEW = ("--micro-batch-size", "2")
 TWO = {
     "EP 2": EP2,
     "EP 2, plain optimizer": (*EP2, "--no-use-distributed-optimizer"),
@@ -103,26 +104,18 @@ def test_four_ranks(run_ranks, checkpoint, tmp_path):
     check(run_ranks, checkpoint, tmp_path, FOUR, 4)
 
 
-def tracing():
-    """scripts/loss_trace.py as a module."""
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main(rank, world_size, checkpoint, folder, ports):
     def trace(name, rank, ranks, flags):
         scratch = folder / f"{name}, rank {rank}"
         scratch.mkdir()
-        config = tracing().trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
-        tracing().trace(rank, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
+        config = loss_trace.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
+        loss_trace.trace(rank, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
         leave_world()
 
     if rank == 0:
         trace("one process", 0, 1, ())
     for name, flags in (TWO if world_size == 2 else FOUR).items():
-        trace(name, rank, world_size, flags)
+        trace(name, rank, world_size, flags if "--use-dynamic-batch-size" in flags else (*FEW, *flags))
 
 
 if __name__ == "__main__":

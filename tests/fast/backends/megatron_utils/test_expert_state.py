@@ -11,13 +11,13 @@ import pytest
 from miles.ray.resume import first_rollout
 from miles.residency.plan import leaves_after_sync
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.backends.megatron_utils.test_expert_layouts import (
     EP2,
     INTERLEAVED,
     PP2,
     TP2_SP,
     checkpoint,
-    tracing,
 )
 from tests.fast.ranks import leave_world
 
@@ -101,7 +101,7 @@ def main(rank, phase, checkpoint, folder, ports):
         if sleeping and any("disk" in flag for flag in sleeping):
             sleeping = (*sleeping, "--offload-train-disk-dir", str(scratch), "--offload-train-disk-chunk-mb", "1")
         flags = [*flags, *(sleeping or ())]
-        config = tracing().trace_config(checkpoint, 2, ROLLOUTS, flags, scratch, sleep=sleeping is not None)
+        config = loss_trace.trace_config(checkpoint, 2, ROLLOUTS, flags, scratch, sleep=sleeping is not None)
         result = run(config, rank, port)
         if result["error"] or result["metrics"][0]:
             (folder / f"{name}.json").write_text(json.dumps(result))
@@ -132,7 +132,7 @@ def train(actor, result):
     from miles.utils.checkpoint_folder import finish_checkpoint
 
     config = actor.config
-    mine = tracing().made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    mine = loss_trace.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     result["weights"].append(digest(actor.model.chunks))
     for rollout_id in range(first_rollout(actor.config), ROLLOUTS):
         if config.offload_train:

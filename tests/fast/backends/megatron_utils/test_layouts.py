@@ -1,6 +1,5 @@
 """The layout changes nothing but rounding: losses, gradient norms and all metrics, on real gloo groups."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
 # Metrics are of order 1e-3 (KL) to 10 (grad norm). Measured: at most 2e-7 apart, or 2e-6 of the value.
 RELATIVE, ABSOLUTE = 5e-6, 5e-7
@@ -25,8 +24,9 @@ PER_TOKEN = ("--calculate-per-token-loss",)
 DYNAMIC = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "64")
 # Adam makes whole steps of gradients that are zero but for rounding; not so with a larger epsilon.
 SMOOTH = ("--adam-eps", "1e-5")
-# Of a step of eight samples; without it there are eight.
-ONE, TWO, FOUR = (("--micro-batch-size", size) for size in ("8", "4", "2"))
+# Micro-batches of a step of eight samples. A baseline has eight; a layout that says nothing of them has four.
+ONE, TWO, FOUR, EIGHT = (("--micro-batch-size", size) for size in ("8", "4", "2", "1"))
+OF_ITS_OWN = {"--micro-batch-size", "--use-dynamic-batch-size"}
 
 # What is compared, and the one process that it is compared with. Most need sums over whole samples.
 BASELINES = {
@@ -48,7 +48,7 @@ BASELINES = {
 
 # name -> (ranks, flags beside those of its baseline)
 QUICK = {
-    "again": (1, ()),
+    "again": (1, EIGHT),
     "micro-batches of 8": (1, ONE),
     "dynamic batches": (1, DYNAMIC),
     "plain optimizer": (1, ("--no-use-distributed-optimizer",)),
@@ -105,7 +105,10 @@ def runs_of(table):
     """All runs of a test, (name, ranks, all flags): the baselines of its table first."""
     kinds = dict.fromkeys(kind_of(name) for name in table)
     baselines = [(f"{kind}one process", 1, (*SMOOTH, *BASELINES[kind])) for kind in kinds]
-    layouts = [(name, ranks, (*SMOOTH, *BASELINES[kind_of(name)], *flags)) for name, (ranks, flags) in table.items()]
+    layouts = [
+        (name, ranks, (*SMOOTH, *BASELINES[kind_of(name)], *(() if set(flags) & OF_ITS_OWN else FOUR), *flags))
+        for name, (ranks, flags) in table.items()
+    ]
     return baselines + layouts
 
 
@@ -155,31 +158,22 @@ def test_layouts_agree_for_each_estimator(run_ranks, tiny_checkpoint, tmp_path):
     traces_of(run_ranks, "SLOW", tiny_checkpoint, tmp_path)
 
 
-def loss_trace():
-    """scripts/loss_trace.py as a module, with an engine closer to the trainer: few weights are 0 or 1."""
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made_up_rollout = module.made_up_rollout
-
-    def closer(vocab_size):
-        batch = made_up_rollout(vocab_size)
-        return batch.with_columns(rollout_log_probs=[0.2 * values - 5 for values in batch["rollout_log_probs"]])
-
-    module.made_up_rollout = closer
-    return module
+def closer(vocab_size, made_up_rollout=loss_trace.made_up_rollout):
+    """The rollout of an engine closer to the trainer: few weights are 0 or 1."""
+    batch = made_up_rollout(vocab_size)
+    return batch.with_columns(rollout_log_probs=[0.2 * values - 5 for values in batch["rollout_log_probs"]])
 
 
 def main(rank, table, checkpoint, folder, ports):
-    tracing = loss_trace()
+    loss_trace.made_up_rollout = closer
     runs = runs_of(globals()[table])
     # First each rank for itself, then both together.
     alone = [(name, 0, 1, flags) for name, ranks, flags in runs if ranks == 1][rank::2]
     for name, rank_, ranks, flags in alone + [(name, rank, 2, flags) for name, ranks, flags in runs if ranks == 2]:
         scratch = folder / f"{name}, rank {rank}"
         scratch.mkdir()
-        config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
-        tracing.trace(rank_, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
+        config = loss_trace.trace_config(checkpoint, ranks, ROLLOUTS, [*flags], scratch)
+        loss_trace.trace(rank_, ranks, config, ROLLOUTS, ports[name], folder / f"{name}.json")
         leave_world()
 
 

@@ -1,6 +1,5 @@
 """Weights rebuilt from the masters of all data-parallel ranks. This file is also the program that each rank runs."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,20 +9,12 @@ import torch
 import torch.distributed as dist
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
-
-ROOT = Path(__file__).parents[4]
 
 
 def test_weights_come_back_from_the_masters(run_ranks, tiny_checkpoint, tmp_path):
     run_ranks(__file__, 2, str(tiny_checkpoint), str(tmp_path), json.dumps(free_ports(3)))
-
-
-def loss_trace():
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def bits(tensor):
@@ -42,7 +33,7 @@ def in_world(rank, ranks, checkpoint, folder, port, check):
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
     folder.mkdir()
-    actor = MegatronTrainRayActor(loss_trace().trace_config(checkpoint, ranks, 1, ["--bf16"], folder), rank, ranks)
+    actor = MegatronTrainRayActor(loss_trace.trace_config(checkpoint, ranks, 1, ["--bf16"], folder), rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     check(actor)
     leave_world()
@@ -85,7 +76,7 @@ def check_rebuild(actor):
         return live
 
     check()
-    shard = loss_trace().made_up_shard(
+    shard = loss_trace.made_up_shard(
         actor.config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
     )
     actor.train(0, shard)  # two optimizer steps
@@ -119,7 +110,7 @@ def check_refusals(actor):
     with pytest.raises(ValueError, match="but 1 have no fp32 master .*: decoder.final_layernorm.weight; leave it out"):
         MasterWeights(state.chunks, state.optimizer, torch.clone)
 
-    fp32_config = loss_trace().trace_config(actor.config.hf_checkpoint, 1, 1, [], Path(actor.config.run_dir))
+    fp32_config = loss_trace.trace_config(actor.config.hf_checkpoint, 1, 1, [], Path(actor.config.run_dir))
     chunks = build_model(fp32_config, actor.model.hf_config)
     state, count = build_train_state(fp32_config, chunks, 2), len(list(chunks[0].parameters()))
     names = f"but {count} have .*: embedding.word_embeddings.weight, .* and {count - 8} more; leave it out"

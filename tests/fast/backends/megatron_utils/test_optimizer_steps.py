@@ -4,7 +4,6 @@ A step teaches nothing if its gradient is not finite, or if none of its tokens c
 """
 
 import hashlib
-import importlib.util
 import json
 import math
 import sys
@@ -14,11 +13,13 @@ import numpy as np
 import pytest
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 STEPS = 2  # of a rollout
 BF16 = ("--bf16",)
+# A step of eight samples has four micro-batches: half of the time, and their number is not what is tested.
+FEW = ("--micro-batch-size", "2")
 PLAIN = ("--no-use-distributed-optimizer",)
 STREAMED = ("--stream-optimizer-state-to-disk", "--offload-train-disk-chunk-mb", "1")
 EP2 = ("--expert-model-parallel-size", "2")
@@ -127,9 +128,6 @@ def test_reset_optimizer_states(run_ranks, tiny_checkpoint, tmp_path):
 def main(rank, kind, checkpoint, experts, folder, ports):
     import torch
 
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    tracing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tracing)
     torch.set_num_threads(1)
     if kind == "moments":
         # Each rank for itself, every second one.
@@ -144,14 +142,14 @@ def main(rank, kind, checkpoint, experts, folder, ports):
         if STREAMED[0] in flags:
             flags = (*flags, "--offload-train-disk-dir", str(scratch))
         source = experts if name.startswith("EP") else checkpoint
-        config = tracing.trace_config(source, ranks, 5, flags, scratch, sleep="asleep" in name)
-        run = build(tracing, config, rank_, ranks, ports[name])
+        config = loss_trace.trace_config(source, ranks, 5, [*FEW, *flags], scratch, sleep="asleep" in name)
+        run = build(config, rank_, ranks, ports[name])
         result = moments(*run, name) if kind == "moments" else skipped(*run, cause, fails=rank_ == ranks - 1)
         (folder / f"{name}, rank {rank_}.json").write_text(json.dumps(result))
         leave_world()
 
 
-def build(tracing, config, rank, ranks, port):
+def build(config, rank, ranks, port):
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -159,7 +157,7 @@ def build(tracing, config, rank, ranks, port):
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
     of_rollout = (config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
-    return actor, tracing.made_up_shard(*of_rollout), tracing.made_up_shard(*of_rollout, masked=True)
+    return actor, loss_trace.made_up_shard(*of_rollout), loss_trace.made_up_shard(*of_rollout, masked=True)
 
 
 def moments(actor, shard, _, name):

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import importlib.util
 import json
 import sys
 import time
@@ -14,9 +13,9 @@ import pytest
 
 from miles.ray.resume import first_rollout
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 # Cycles, with a rollout of two optimizer steps before, between and after them, and flags. In other layouts
 # test_residency.py destroys and rebuilds the groups, with `verify()` after each wake.
 LAYOUTS = {
@@ -43,22 +42,19 @@ def runs(layout):
 
 
 def main(rank, checkpoint, folder, ports):
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    tracing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tracing)
     for layout, (cycles, flags) in LAYOUTS.items():
         for run in runs(layout):
             train = {"straight": straight, "cycled": cycled, "resumed": resumed}[run]
             scratch = folder / f"{layout}, {run}, rank {rank}"
             scratch.mkdir()
             save = ("--load" if run == "resumed" else "--save", str(folder / layout))
-            config = tracing.trace_config(checkpoint, 2, cycles + 1, [*flags, *save], scratch)
-            metrics = in_world(tracing, config, rank, ports.pop(), train)
+            config = loss_trace.trace_config(checkpoint, 2, cycles + 1, [*flags, *save], scratch)
+            metrics = in_world(config, rank, ports.pop(), train)
             if metrics[0]:
                 (folder / f"{layout}, {run}.json").write_text(json.dumps(metrics))
 
 
-def in_world(tracing, config, rank, port, train):
+def in_world(config, rank, port, train):
     """Build a trainer, have `train` yield each rollout's metrics, and tear the world down; the metrics and weights."""
     import torch
     import torch.distributed as dist
@@ -69,7 +65,7 @@ def in_world(tracing, config, rank, port, train):
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, 2)
     actor.init(f"127.0.0.1:{port}")
-    mine = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    mine = loss_trace.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     result = []
     for metrics in train(actor, mine):
         digests = [None, None]

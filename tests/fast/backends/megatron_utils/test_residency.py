@@ -1,7 +1,6 @@
 """A trainer that sleeps between its steps learns exactly what one that never sleeps does; on real gloo ranks."""
 
 import gc
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,11 +12,13 @@ from miles.residency.plan import Move, Place, Region, leaves_after_sync
 from miles.residency.state import ResidencyError
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[4]
 ROLLOUTS = 2  # of two optimizer steps each
 DISK = ("--offload-train-target", "disk")
+# A step of eight samples has two micro-batches: half of the time, and their number is not what is tested.
+FEW = ("--micro-batch-size", "4")
 # Flags of the layout, and of the sleep.
 CASES = {
     "DP 2": ((), ()),
@@ -72,29 +73,20 @@ def main(rank, checkpoints, folder, ports):
         leave_world()
 
 
-def loss_trace():
-    """scripts/loss_trace.py as a module."""
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build(rank, ranks, checkpoint, folder, port, flags, sleeping):
     """An actor, built and loaded, and its shard of the made-up rollout. sleeping: flags of how it sleeps, or None."""
     from megatron.core import parallel_state
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    tracing = loss_trace()
     folder.mkdir()
     if sleeping is not None and any("disk" in flag for flag in sleeping):
         sleeping = (*sleeping, "--offload-train-disk-dir", str(folder), "--offload-train-disk-chunk-mb", "1")
-    flags = [*flags, *(sleeping or ())]
-    config = tracing.trace_config(checkpoint, ranks, ROLLOUTS, flags, folder, sleep=sleeping is not None)
+    flags = [*FEW, *flags, *(sleeping or ())]
+    config = loss_trace.trace_config(checkpoint, ranks, ROLLOUTS, flags, folder, sleep=sleeping is not None)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
-    shard = tracing.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
+    shard = loss_trace.made_up_shard(config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank())
     return actor, shard
 
 

@@ -1,6 +1,5 @@
 """Training with sequences shared by two ranks against one process: every metric, log-probability and gradient."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ import pytest
 import torch
 
 from miles.utils.network import free_ports
+from scripts import loss_trace
 from tests.fast.ranks import leave_world
 
-ROOT = Path(__file__).parents[5]
 CP2 = ("--context-parallel-size", "2")
 TP2_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -39,9 +38,6 @@ def trained(rank, ranks, checkpoint, folder, flags, port):
 
     from miles.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    spec = importlib.util.spec_from_file_location("loss_trace", ROOT / "scripts" / "loss_trace.py")
-    loss_trace = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loss_trace)
     config = loss_trace.trace_config(checkpoint, ranks, 1, list(flags), folder)
     actor = MegatronTrainRayActor(config, rank, ranks)
     actor.init(f"127.0.0.1:{port}")
