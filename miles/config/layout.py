@@ -74,8 +74,7 @@ class Layout:
 
     @property
     def needs_engines(self: Any) -> bool:
-        """Whether SGLang engines run: not for supervised steps, nor with --debug-train-only, which follows from
-        --load-debug-rollout-data."""
+        """Whether SGLang engines run: neither for supervised steps nor with --debug-train-only."""
         return self.learns_from_samples and not self.debug_train_only
 
     @property

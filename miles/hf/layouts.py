@@ -117,8 +117,10 @@ class Qkv:
 
 @dataclass(frozen=True)
 class GatedQkv:
-    """As `Qkv`, with a gate for each query: Hugging Face stores a head's query, then its gate; Megatron has a group's
-    query heads, then as many gates, its key and its value.
+    """As `Qkv`, with a gate for each query.
+
+    Hugging Face stores a head's query, then its gate; Megatron has a group's query heads, then as many gates, its key
+    and its value.
     """
 
     groups: int

@@ -1,9 +1,9 @@
-"""`--rm-type code`: whether the response's Python program passes the tests in the label.
+r"""`--rm-type code`: whether the response's Python program passes the tests in the label.
 
 The program is the last block between ``` marks behind the last </think>, or all of the text where there is none.
 
 The label is a JSON object, of one of three kinds:
-- {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}: the program is run once for each input on stdin, must end with
+- {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}: the program is run once for each input on stdin, must end with
   status 0, and must print the output; white space at line ends and empty lines at the end aside.
 - {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}: each list of arguments must give the output; a tuple
   counts as a list.

@@ -1,5 +1,6 @@
-r"""`--rm-type gpqa`: the right letter of a multiple-choice question, as in GPQA (Rein et al. 2023,
-https://arxiv.org/abs/2311.12022).
+r"""`--rm-type gpqa`: the right letter of a multiple-choice question.
+
+As in GPQA (Rein et al. 2023, https://arxiv.org/abs/2311.12022).
 
 The answer is the first that is found of, in what follows the last </think> (or all of it, without one):
 1. what the last \boxed or \fbox holds, if there is one: then nothing else counts;

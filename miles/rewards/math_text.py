@@ -97,7 +97,7 @@ _LONGEST_EXPONENT = 4  # digits
 
 
 def read_number(text: str) -> Number | None:
-    """The number that all of the text is; None if it is not one. Signs are in ASCII, and fractions are \\frac{}{}."""
+    r"""The number that all of the text is; None if it is not one. Signs are in ASCII, and fractions are \frac{}{}."""
     found = _NUMBER.fullmatch(text)
     if found is None:
         return None

@@ -214,8 +214,10 @@ class Collector:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON, and a copy: every group that was taken from the prompts and not handed out. Those in flight are as
-        they were before the request that is under way."""
+        """For JSON, and a copy: every group that was taken from the prompts and not handed out.
+
+        Those in flight are as they were before the request that is under way.
+        """
         return self._buffer.state_dict(self._kept, [group for _, group in self._running.values()])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

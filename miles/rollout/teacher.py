@@ -37,8 +37,8 @@ class Teacher:
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any) -> None:
-        limits = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
-        self._clients = [SGLangClient(url.rstrip("/"), **limits) for url in config.opd_teacher_urls]
+        limits: Any = {"request_timeout": config.rollout_request_timeout, "retries": config.rollout_request_retries}
+        self._clients = [SGLangClient(url.rstrip("/"), **limits) for url in config.opd_teacher_urls or ()]
         self._slots = Slots(self._clients, config.sglang_server_concurrency)
         self._tokenizer = tokenizer
 

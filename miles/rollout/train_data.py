@@ -1,5 +1,7 @@
-"""The training data of a rollout as plain lists, one entry a sample, as `--custom-convert-samples-to-train-data-path`
-makes it; and the checked training batch that it becomes."""
+"""The training data of a rollout as plain lists, and the checked training batch that it becomes.
+
+The lists have one entry a sample, as `--custom-convert-samples-to-train-data-path` makes them.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import isnan, nan

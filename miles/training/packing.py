@@ -78,8 +78,8 @@ def pack(
         **extra_response_columns: declared in `COLUMNS`, flat tensors with one entry for each response token of the
             whole batch, of a trainer's pass over it for example; what belongs to `rows` is picked from them.
     """
-    rows = np.asarray(rows, dtype=np.int64)
-    lengths, response_lengths = batch.total_lengths[rows], batch.response_lengths[rows]
+    rows_S = np.asarray(rows, dtype=np.int64)
+    lengths, response_lengths = batch.total_lengths[rows_S], batch.response_lengths[rows_S]
     # Context-parallel ranks cut every sequence into 2 * cp_size equal chunks.
     piece = 1 if cp_size == 1 else 2 * cp_size
     sequence_lengths = -(lengths // -piece) * piece
@@ -87,9 +87,9 @@ def pack(
     if padding:
         sequence_lengths = np.append(sequence_lengths, padding)
     sequence_offsets = offsets_of(sequence_lengths)
-    starts, num_tokens = sequence_offsets[: len(rows)], sequence_offsets[-1]
+    starts, num_tokens = sequence_offsets[: len(rows_S)], sequence_offsets[-1]
 
-    place_T, index_T = ranges(starts, lengths), ragged_index(batch.token_offsets, rows)
+    place_T, index_T = ranges(starts, lengths), ragged_index(batch.token_offsets, rows_S)
 
     def laid_out(values: np.ndarray) -> np.ndarray:
         """A per-token column of the batch in the whole micro-batch, 0 at padding."""
@@ -106,8 +106,8 @@ def pack(
 
     # The response is the tail of its sequence: token j stands at end - response_length + j, its logits one row earlier.
     target_index_N = ranges(starts + lengths - response_lengths, response_lengths)
-    sample_N = np.repeat(np.arange(len(rows)), response_lengths)
-    response_index_N = ragged_index(batch.response_offsets, rows)
+    sample_N = np.repeat(np.arange(len(rows_S)), response_lengths)
+    response_index_N = ragged_index(batch.response_offsets, rows_S)
     here_N = row_of[target_index_N - 1] >= 0
     target_index_N, sample_N, response_index_N = (x[here_N] for x in (target_index_N, sample_N, response_index_N))
     mask_N = batch["loss_masks"][response_index_N] > 0
@@ -116,7 +116,7 @@ def pack(
         return {name: values for name, values in batch.columns.items() if COLUMNS[name].per == per}
 
     def spread(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.where(mask_N, batch[name][rows][sample_N], np.float32(0))).to(device)
+        return torch.from_numpy(np.where(mask_N, batch[name][rows_S][sample_N], np.float32(0))).to(device)
 
     index_N = torch.from_numpy(response_index_N)
     columns = {
@@ -145,7 +145,7 @@ def pack(
             for name, values in of("token").items()
             if name != "tokens"
         },
-        sample_columns={name: torch.from_numpy(values[rows]).to(device) for name, values in of("sample").items()},
+        sample_columns={name: torch.from_numpy(values[rows_S]).to(device) for name, values in of("sample").items()},
     )
 
 

@@ -80,7 +80,9 @@ class PolicySettings:
     @classmethod
     def of(cls, config: RunConfig) -> "PolicySettings":
         """The settings of a complete configuration; ValueError if its custom function can't be used."""
+        old: Literal["trainer", "engine", "current"]
         old = "engine" if config.use_rollout_logprobs else "current" if config.skip_actor_forward_only else "trainer"
+        assert config.eps_clip_high is not None, "it follows from --eps-clip"
         tis = TisSettings(config.tis_level, config.tis_mode, config.tis_clip_low, config.tis_clip)
         rejection = RejectionSettings(
             config.rs_level, config.rs_lower_bound, config.rs_upper_bound, config.rs_veto_threshold
@@ -99,7 +101,7 @@ class PolicySettings:
             old=old,
             opsm_delta=config.opsm_delta if config.use_opsm else None,
             tis=tis if config.use_tis else None,
-            custom_tis=path and functools.partial(load_custom_tis(path), config),
+            custom_tis=functools.partial(load_custom_tis(path), config) if path else None,
             rejection=rejection if config.use_rs else None,
         )
 
@@ -118,6 +120,7 @@ def make_loss(config: RunConfig, all_reduce: AllReduce | None) -> LossFunction:
         return lambda log_probs_N, entropy_N, packed: compute_sft_loss(log_probs_N, packed)
     settings = PolicySettings.of(config)
     if config.loss_type == "custom_loss":
+        assert config.custom_loss_function_path is not None, "--loss-type custom_loss has one"
         custom = functools.partial(load_custom_loss(config.custom_loss_function_path), config)
         return functools.partial(_compute_custom_loss, custom=custom, old=settings.old, all_reduce=all_reduce)
     return functools.partial(compute_policy_loss, settings=settings, all_reduce=all_reduce)
@@ -273,7 +276,9 @@ def _corrections(
     sums: SampleSums,
 ) -> tuple[torch.Tensor | None, Metrics]:
     """The weight of each token's policy loss, None if none is asked for, and metrics; no input has a gradient."""
-    weights, means, metrics = [], {}, {}
+    weights: list[torch.Tensor] = []
+    means: Metrics = {}
+    metrics: Metrics = {}
     if settings.opsm_delta is not None:
         out_N = off_policy_sequences(log_ratio_N, adv_N, settings.opsm_delta, sums)
         weights.append((~out_N).float())

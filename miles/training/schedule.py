@@ -64,6 +64,7 @@ def plan_for(config: RunConfig, batch: TrainRows) -> list[StepPlan]:
         costs = checkpoint_flops(config.hf_checkpoint).of(batch.total_lengths, batch.response_lengths)
     elif config.balance_data:
         costs = batch.total_lengths
+    assert config.global_batch_size is not None, "it is derived where it is not given"
     return plan_rollout(
         batch,
         global_batch_size=config.global_batch_size,
@@ -153,7 +154,9 @@ def plan_rollout(
 
 def shard(batch: TrainRows, plan: list[StepPlan], dp_rank: int) -> TrainShard:
     """The rows and steps of one data-parallel rank. Its rows are stored in the order in which they are trained on."""
-    rows, fillers, steps = [], [], []
+    rows: list[int] = []
+    fillers: list[int] = []
+    steps: list[StepShard] = []
     token_weights, metric_weights = np.zeros(len(batch), np.float32), np.zeros(len(batch), np.float32)
     for step in plan:
         token_weights[step.rows], metric_weights[step.rows] = step.token_weights, step.metric_weights

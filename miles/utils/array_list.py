@@ -52,7 +52,8 @@ def _read(values: Any) -> np.ndarray | None:
 def _refused(values: Any, what: str, dtype: type[np.generic], dims: tuple[str, ...]) -> UserError:
     kind = "numbers"
     if np.issubdtype(dtype, np.integer):
-        kind = f"integers from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+        limits: Any = np.iinfo(dtype)
+        kind = f"integers from {limits.min} to {limits.max}"
     entries = f", each entry of the shape [{', '.join(dims)}]" if dims else ""
     return UserError(f"{what} = {shown(values)}; it must be a list of {kind}{entries}")
 
@@ -73,8 +74,8 @@ class ArrayList(MutableSequence[Any]):
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         # To code that asks whether it has got a list, as tokenizers do, it is one.
         return list
 

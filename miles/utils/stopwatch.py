@@ -33,5 +33,5 @@ class Stopwatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """{`perf/<phase>_time`: seconds}"""
+        """{`perf/<phase>_time`: seconds}."""
         return {f"perf/{phase}_time": seconds for phase, seconds in self.seconds.items()}

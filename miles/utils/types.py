@@ -100,7 +100,7 @@ class Sample:
 
     def trained_token_versions(self) -> list[str | None]:
         """For each response token the version of the weights that wrote it; None where `loss_mask` is 0."""
-        versions = [
+        versions: list[str | None] = [
             version
             for version, length in zip(self.weight_versions, self.weight_version_lengths, strict=True)
             for _ in range(length)

@@ -51,6 +51,7 @@ def compare(url: str, first: Checksums, second: Checksums, sent: dict[str, str])
     A tensor that differs was not written by the second update. Where the engine has one rank, a tensor that it holds
     under the checkpoint's own name must be what was `sent`, bit for bit; others are joined or cut, embedding and head
     may have more rows there.
+
     Args:
         url: of the engine.
         first: its checksums after the first update.

@@ -84,10 +84,10 @@ class RolloutManager:
         self._before: tuple[int, dict[str, Any]] | None = None
 
     async def start(self) -> None:
-        """Start all engines, then the router, and wait until they are healthy. If one fails, all that Miles started is
-        ended and its error is raised.
+        """Start all engines, then the router, and wait until they are healthy.
 
-        Where their memory may move, its size is asked for, too.
+        If one fails, all that Miles started is ended and its error is raised. Where their memory may move, its size is
+        asked for, too.
         """
         config, engines = self._config, self._engines
         self._watch = LoopWatch()

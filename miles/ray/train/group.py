@@ -215,7 +215,7 @@ def _added_up(results: list[dict[str, float]]) -> dict[str, float]:
 
 def _merged(results: list[dict[str, float]]) -> dict[str, float]:
     """Ranks report disjoint metrics; most report none."""
-    merged = {}
+    merged: dict[str, float] = {}
     for result in results:
         assert not merged.keys() & result.keys(), f"two ranks report {merged.keys() & result.keys()}"
         merged.update(result)

@@ -256,8 +256,10 @@ class RolloutDataSource(DataSource):
         return group
 
     def state_dict(self) -> dict[str, Any]:
-        """The position for JSON: the epoch, prompts consumed in it, the next group's and the next sample's index, and
-        what they are a position in."""
+        """The position for JSON, and what it is a position in.
+
+        It is the epoch, the prompts consumed in it, and the next group's and the next sample's index.
+        """
         return {
             "epoch": self._epoch,
             "offset": self._offset,

@@ -66,8 +66,10 @@ class ChatFormat:
         return self._ids(self._template.prompt(messages, tools))
 
     def follow(self, last_id: int, new: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        """The tokens behind a turn that the model wrote: its end where the model left that out, what the template puts
-        there, the messages `new`, and the opening of the model's next turn.
+        """The tokens behind a turn that the model wrote.
+
+        They are its end where the model left that out, what the template puts there, the messages `new`, and the
+        opening of the model's next turn.
 
         Args:
             last_id: the last token that the model wrote.

@@ -24,10 +24,11 @@ class TisSettings:
 def importance_weights(
     log_ratio_N: torch.Tensor, settings: TisSettings, sums: SampleSums
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weight of each token's policy loss: with r = p_trainer / p_engine, before the step's update,
+    """The weight of each token's policy loss.
 
-    truncate: clip(r, low, high); mask: r within [low, high], 0 outside, which is IcePop. IcePop's M(r; low, high) does
-    multiply the loss with r where it is in range; it is no mere mask.
+    With r = p_trainer / p_engine, before the step's update: truncate: clip(r, low, high); mask: r within [low, high],
+    0 outside, which is IcePop. IcePop's M(r; low, high) does multiply the loss with r where it is in range; it is no
+    mere mask.
 
     Sources: TIS (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl); IcePop, Ring-1T
     (https://arxiv.org/abs/2510.18855, "IcePop"; its bounds are 0.5 and 5); sequence and geometric level, MIS (Liu et

@@ -313,7 +313,7 @@ def _is_variable(name: str) -> bool:
 
 
 def _sharing(groups: Mapping[str, dist.ProcessGroup]) -> dict[dist.ProcessGroup, tuple[str, ...]]:
-    """{group: all its names, sorted}"""
+    """{group: all its names, sorted}."""
     names: dict[dist.ProcessGroup, list[str]] = {}
     for name, group in groups.items():
         names.setdefault(group, []).append(name)
