@@ -10,21 +10,6 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.config import RunConfig
 from miles.utils.arguments import parse_args
 
-# Fixtures that start processes; tests of one that is shared belong in one of xdist's workers, or it is started twice.
-SHARED = ("engine_server", "local_ray")
-STARTS_PROCESSES = {*SHARED, "forkserver", "run_ranks"}
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes; tests of a file, and those of a shared server, go to one worker."""
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if fixtures & STARTS_PROCESSES:
-            item.add_marker(pytest.mark.real)
-        groups = [name for name in SHARED if name in fixtures] or [item.nodeid.partition("::")[0]]
-        item.add_marker(pytest.mark.xdist_group(groups[0]))
-
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:

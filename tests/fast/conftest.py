@@ -7,9 +7,11 @@ import sys
 import time
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
 # Imported once, in a server that ranks are forked from: a rank otherwise spends six seconds on them.
@@ -21,6 +23,36 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+
+
+# Fixtures that start processes; a file that names one that is shared goes to the worker with the others that do.
+SHARED = ("engine_server", "local_ray")
+STARTS_PROCESSES = {*SHARED, "forkserver", "run_ranks"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes as `real`."""
+    for item in items:
+        if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.real)
+
+
+class ByServer(LoadFileScheduling):
+    """A file's tests run in one of xdist's workers, and so do all files that share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((name for name in SHARED if name in _text(file)), file)
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+    """See `ByServer`."""
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")
