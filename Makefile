@@ -5,6 +5,8 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
 ready := .venv/.installed
+# Two workers on two cores: one thread each.
+workers := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
 help:
 	@echo 'make demo       set up .venv if needed, then train a tiny model with GRPO on the CPU'
@@ -24,10 +26,10 @@ demo: $(ready)
 	@scripts/run_demo.sh
 
 test: $(ready)
-	@.venv/bin/python -m pytest -n 2
+	@$(workers)
 
 test-fast: $(ready)
-	@.venv/bin/python -m pytest -n 2 -m 'not slow and not real'
+	@$(workers) -m 'not slow and not real'
 
 test-slow: $(ready)
 	@.venv/bin/python -m pytest -m slow

@@ -337,7 +337,7 @@ def test_a_gap_between_trainer_and_engine_stops_the_run(train, tmp_path):
     log = (tmp_path / "tight" / "error.log").read_text()
     assert f"error: {sentence}" in run.output and "Traceback" not in run.output
     assert run.output.rstrip().endswith(str(tmp_path / "tight" / "error.log"))
-    assert sentence in log and "in _check_log_probs" in log and "train.py --device cpu" in log and "\x1b" not in log
+    assert sentence in log and "in check_log_probs" in log and "train.py --device cpu" in log and "\x1b" not in log
     assert run.left() == []
 
 

@@ -110,7 +110,7 @@ def test_the_last_whole_one_is_found_and_what_the_newer_lacks_is_said(tmp_path, 
     with pytest.raises(ValueError, match=f"iter_0000005 is not whole: {SPOILT[spoil]}"):
         find_checkpoint(tmp_path, 5)
     for rollout_id in (1, 3):
-        (tmp_path / f"iter_000000{rollout_id}" / "model" / "metadata.json").unlink()
+        (tmp_path / f"iter_000000{rollout_id}" / "model" / ".metadata").unlink()
     with pytest.raises(ValueError, match="none in .* is whole"):
         find_checkpoint(tmp_path, None)
 

@@ -115,7 +115,12 @@ def main(rank, world_size, checkpoint, folder, ports):
     if rank == 0:
         trace("one process", 0, 1, ())
     for name, flags in (TWO if world_size == 2 else FOUR).items():
-        trace(name, rank, world_size, flags if "--use-dynamic-batch-size" in flags else (*FEW, *flags))
+        trace(
+            name,
+            rank,
+            world_size,
+            flags if {"--use-dynamic-batch-size", "--micro-batch-size"} & set(flags) else (*FEW, *flags),
+        )
 
 
 if __name__ == "__main__":

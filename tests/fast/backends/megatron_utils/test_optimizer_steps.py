@@ -18,8 +18,6 @@ from tests.fast.ranks import leave_world
 
 STEPS = 2  # of a rollout
 BF16 = ("--bf16",)
-# A step of eight samples has four micro-batches: half of the time, and their number is not what is tested.
-FEW = ("--micro-batch-size", "2")
 PLAIN = ("--no-use-distributed-optimizer",)
 STREAMED = ("--stream-optimizer-state-to-disk", "--offload-train-disk-chunk-mb", "1")
 EP2 = ("--expert-model-parallel-size", "2")
@@ -142,7 +140,7 @@ def main(rank, kind, checkpoint, experts, folder, ports):
         if STREAMED[0] in flags:
             flags = (*flags, "--offload-train-disk-dir", str(scratch))
         source = experts if name.startswith("EP") else checkpoint
-        config = loss_trace.trace_config(source, ranks, 5, [*FEW, *flags], scratch, sleep="asleep" in name)
+        config = loss_trace.trace_config(source, ranks, 5, [*flags], scratch, sleep="asleep" in name)
         run = build(config, rank_, ranks, ports[name])
         result = moments(*run, name) if kind == "moments" else skipped(*run, cause, fails=rank_ == ranks - 1)
         (folder / f"{name}, rank {rank_}.json").write_text(json.dumps(result))
