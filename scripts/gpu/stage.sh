@@ -2,8 +2,8 @@
 # Stages the GPU kit on a machine without a network, a part a call, since a call carries 64 MiB at most.
 #
 #   scripts/gpu/stage.sh PART...   copies .gpukit/PART's files to ~/kit
-#   scripts/gpu/stage.sh --finish  unpacks what lies in ~/kit: packages to ~/site, SmolLM2-135M-Instruct to ~/smol_hf,
-#                                  and, where their parts are there, Transformer Engine to ~/te and cutlass to ~/site
+#   scripts/gpu/stage.sh --finish  unpacks what lies in ~/kit: packages to ~/site, and, where their parts are there,
+#                                  SmolLM2-135M-Instruct to ~/smol_hf, Transformer Engine to ~/te, cutlass to ~/site
 #
 # Then `source scripts/gpu/env.sh` before every program, and after it te_env.sh where it uses Transformer Engine. What
 # runs in the background ends with its call: nothing can be unpacked while the next part is on its way.
@@ -19,8 +19,7 @@ if [ "$1" != --finish ]; then
   exit
 fi
 bash "$kit/join.sh" "$kit" ~/site
-bash "$kit/join.sh" "$kit" ~/smollm2 m
-for part in t:te c:site; do
+for part in m:smollm2 t:te c:site; do
   if compgen -G "$kit/${part%:*}.piece.*" >/dev/null; then
     bash "$kit/join.sh" "$kit" ~/"${part#*:}" "${part%:*}"
   fi
@@ -31,5 +30,7 @@ if [ -e "$kit/caches.tgz" ]; then
 fi
 source scripts/gpu/env.sh
 python3 -m compileall -q -j 0 ~/site ~/te >/dev/null 2>&1 || true  # some packages carry templates that are not Python
-python3 -m miles.tools.unpack_smollm2 --gguf ~/smollm2/model.gguf --output ~/smol_hf
-ls -l ~/smol_hf
+if [ -e ~/smollm2/model.gguf ]; then
+  python3 -m miles.tools.unpack_smollm2 --gguf ~/smollm2/model.gguf --output ~/smol_hf
+  ls -l ~/smol_hf
+fi

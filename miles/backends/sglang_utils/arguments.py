@@ -9,6 +9,7 @@ import os
 import sys
 
 from miles.config import RunConfig
+from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
 from miles.utils.network import host_port
 
@@ -98,6 +99,8 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
     environment["SGLANG_GRPC_PORT"] = str(port + GRPC_PORT)
     # Otherwise each /health generates a token: a second on a CPU, and the end of an engine whose memory is released.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    for name, value in _environment_of_the_model(config).items():
+        environment.setdefault(name, value)
     if config.device == "cuda":
         if len(gpu_ids) != config.rollout_num_gpus_per_engine:
             raise UserError(
@@ -131,6 +134,21 @@ def server_environment(config: RunConfig, *, engine_rank: int, gpu_ids: list[int
     if config.rollout_num_gpus_per_engine > 1:
         # SGLang would set up NCCL wherever it can load the library, GPU or not.
         environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"
+    return environment
+
+
+def _environment_of_the_model(config: RunConfig) -> dict[str, str]:
+    fields = model_shape(config.hf_checkpoint) or {}
+    if fields.get("model_type") != "deepseek_v4":
+        return {}
+    # Its output projection in FP8 is laid anew after each load of weights, which a second load would break.
+    environment = {"SGLANG_OPT_FP8_WO_A_GEMM": "0"}
+    if not fields.get("quantization_config"):
+        # The published experts are FP4; it looks for them where nothing says otherwise.
+        environment["SGLANG_DSV4_FP4_EXPERTS"] = "0"
+    if config.device == "cpu":
+        # Compiles kernels, whatever the device.
+        environment["SGLANG_DSV4_MHC_PREWARM"] = "0"
     return environment
 
 

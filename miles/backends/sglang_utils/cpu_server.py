@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from miles.backends.sglang_utils import cpu_attention, cpu_memory, float32_copies
+from miles.backends.sglang_utils import cpu_attention, cpu_memory, deepseek_v4, float32_copies
 from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
 
 SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
@@ -74,6 +74,7 @@ HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, H
 HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _freeze_objects, HookType.AFTER)
 HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker._compute_checksum", _checksum, HookType.AROUND)
 float32_copies.register()
+deepseek_v4.register()
 cpu_attention.register()
 if CPU_MEMORY_SAVER in os.environ:
     cpu_memory.register()
