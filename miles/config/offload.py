@@ -77,7 +77,7 @@ class OffloadConfig(Section):
     colocate_memory_peak_device: Literal["cpu", "gpu"] = Field(
         "cpu",
         description="cpu: each side leaves the GPU before the other comes. gpu: the other side's weights come first, "
-        "so that the GPU holds both for a moment, and host buffers are given back at each wake.",
+        "so that the GPU holds both for a moment.",
     )
     train_memory_margin_bytes: Annotated[int, OnlyWith("--offload-train", where=both_run, warns=True)] = Field(
         1024**3,
@@ -91,7 +91,8 @@ class OffloadConfig(Section):
     ] = Field(
         None,
         description="Keep the sleeping trainer's pinned host memory while it is awake, for the next sleep: pinning "
-        "anew takes five to ten times as long as the copy. Unset: on, but off with --colocate-memory-peak-device gpu.",
+        "anew takes five to ten times as long as the copy. Unset: on, but off with --colocate-memory-peak-device gpu "
+        "beside --sglang-enable-weights-cpu-backup, whose mirror needs the room.",
     )
     check_residency: Annotated[bool, OnlyWith("--offload-train", "since nothing sleeps")] = Field(
         False,
@@ -154,8 +155,12 @@ def _disk_folder(v: Values) -> Iterator[Derived]:
 def _host_buffers(v: Values) -> Iterator[Derived]:
     # The disk has no such buffers: what is not None then was given.
     if v.offload_train_keep_host_buffers is None and v.offload_train_target == "cpu":
-        peak = v.colocate_memory_peak_device
-        yield "offload_train_keep_host_buffers", peak == "cpu", f"--colocate-memory-peak-device {peak}"
+        # An engine keeps a copy of itself on the host only if it is told to.
+        mirror = bool(v.sglang.get("enable_weights_cpu_backup"))
+        if v.colocate_memory_peak_device == "gpu" and mirror:
+            yield "offload_train_keep_host_buffers", False, "--sglang-enable-weights-cpu-backup"
+        else:
+            yield "offload_train_keep_host_buffers", True, "the host has room for them"
 
 
 @rule

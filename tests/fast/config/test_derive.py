@@ -58,7 +58,12 @@ STREAMS_NOT = {"stream_optimizer_state_to_disk": False, "offload_train_disk_dir"
         (ASKED | {"loss_type": "sft_loss"}, NOTHING_MOVES | {"stream_optimizer_state_to_disk": True}),
         ({"colocate": True} | ASKED, ASKED),
         ({"colocate": True}, {"offload_train_keep_host_buffers": True, "offload_train_disk_dir": None}),
-        ({"colocate_memory_peak_device": "gpu"}, {"offload_train_keep_host_buffers": False}),
+        ({"colocate_memory_peak_device": "gpu"}, {"offload_train_keep_host_buffers": True}),
+        (
+            {"colocate_memory_peak_device": "gpu", "sglang": {"enable_weights_cpu_backup": True}},
+            {"offload_train_keep_host_buffers": False},
+        ),
+        ({"sglang": {"enable_weights_cpu_backup": True}}, {"offload_train_keep_host_buffers": True}),
         ({"offload_train_keep_host_buffers": False}, {"offload_train_keep_host_buffers": False}),
         ({"colocate": True, "offload_train_target": "disk"}, {"offload_train_keep_host_buffers": None}),
         ({"device": "cuda"}, {"bf16": True, "bias_swiglu_fusion": True}),
