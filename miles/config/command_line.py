@@ -9,6 +9,7 @@ from typing import Any
 from miles.config.names import flag_of, nearest, negation_of
 from miles.config.run_config import RunConfig
 from miles.config.section import field_kind
+from miles.config.upstream.flags import MEANT, RENAMED
 from miles.utils.errors import UserError
 
 KINDS = {name: field_kind(info) for name, info in RunConfig.model_fields.items() if name != "sglang"}
@@ -26,12 +27,19 @@ KNOWN_FLAGS = (*SWITCHES, *VALUED, *OWN_FLAGS)
 class CommandLine:
     """What was written on the command line, before any type is looked at.
 
-    `values` maps field names to a text, a list of texts, a bool or an object; `sglang` maps the names of server
-    arguments to the texts after them, or to True and False where none followed.
+    Attributes:
+        values: by field, a text, a list of texts, a bool or an object.
+        sglang: by the name of a server argument, the texts after it, or True and False where none followed.
+        upstream: by a flag that only Miles and slime have, the texts after it.
+        renamed: flags that are called otherwise here.
+        repeated: what was given several times with different values, the last of them in brackets.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sglang: dict[str, list[str] | bool] = field(default_factory=dict)
+    upstream: dict[str, list[str]] = field(default_factory=dict)
+    renamed: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
     config_file: str | None = None
     print_config: bool = False
     help: bool = False
@@ -39,21 +47,34 @@ class CommandLine:
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
-    """Read `argv` without the program's name. A flag is `--name`; values follow it, or stand behind `=`."""
+    """Read `argv` without the program's name. A flag is `--name`; values follow it, or stand behind `=`.
+
+    Of a flag that is given several times the last counts: recipes are changed by what is written behind them.
+    """
     line = CommandLine()
-    seen: set[str] = set()
-    for flag, values in _flags_with_values(argv, line.problems):
-        switch, on = SWITCHES.get(flag, (flag, True))
-        identity = flag_of(switch) if flag in SWITCHES else flag.replace("--no-sglang-", "--sglang-")
-        if identity in seen:
-            line.problems.append(f"{flag} is given more than once, or with its opposite; keep one")
-            continue
-        seen.add(identity)
+    last: dict[str, tuple[str, list[str]]] = {}
+    for written, values in _flags_with_values(argv, line.problems):
+        flag = RENAMED.get(written, written)
+        if flag != written:
+            line.renamed.append(f"{written} ({flag})")
+        name = _identity(flag)
+        if name in last and last[name] != (flag, values):
+            line.repeated.append(f"{' '.join((last[name][0], *last[name][1]))} ({' '.join((flag, *values))})")
+        last.pop(name, None)
+        last[name] = flag, values
+    for flag, values in last.values():
         try:
             _take(line, flag, values)
         except UserError as error:
             line.problems.append(str(error))
     return line
+
+
+def _identity(flag: str) -> str:
+    """One name for a flag and its opposite."""
+    if flag in SWITCHES:
+        return flag_of(SWITCHES[flag][0])
+    return flag.replace("--no-sglang-", "--sglang-")
 
 
 def _flags_with_values(argv: list[str], problems: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -90,6 +111,8 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
         if values:
             raise UserError(f"{flag} takes no value, got {' '.join(values)}")
         line.sglang[flag.removeprefix("--no-sglang-").replace("-", "_")] = False
+    elif flag in MEANT:
+        line.upstream[flag] = values
     else:
         raise UserError(f"{flag} is unknown{nearest(flag, KNOWN_FLAGS)}")
 

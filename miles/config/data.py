@@ -11,7 +11,6 @@ from miles.config.section import Derived, Section, derives, rule, warning
 from miles.config.values import Values
 
 _TEMPLATE = OnlyWith("--apply-chat-template")
-_DYNAMIC = OnlyWith("--use-dynamic-batch-size")
 # Arguments of the tokenizer's apply_chat_template that Miles gives itself.
 _TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt")
 
@@ -68,7 +67,7 @@ class DataConfig(Section):
     use_dynamic_batch_size: bool = Field(
         False, description="Fill each micro-batch up to --max-tokens-per-gpu tokens instead of counting samples."
     )
-    max_tokens_per_gpu: Annotated[int | None, _DYNAMIC] = Field(
+    max_tokens_per_gpu: int | None = Field(
         None,
         gt=0,
         description="Tokens of one micro-batch, times --context-parallel-size. Needed by --use-dynamic-batch-size.",
@@ -78,7 +77,7 @@ class DataConfig(Section):
         description="Deal the samples of a step to the data-parallel ranks by tokens, not in turn. Always so with "
         "--use-dynamic-batch-size.",
     )
-    balance_by_flops: Annotated[bool, _DYNAMIC] = Field(
+    balance_by_flops: Annotated[bool, OnlyWith("--use-dynamic-batch-size")] = Field(
         False,
         description="Balance by the work of a forward pass, which grows faster than the tokens. With "
         "--use-dynamic-batch-size.",

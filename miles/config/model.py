@@ -11,6 +11,7 @@ from miles.config.names import flag_of
 from miles.config.paths import ModelFolder
 from miles.config.section import Derived, Rule, Section, derives, rule
 from miles.config.values import Values
+from miles.hf.described import describe
 from miles.hf.families import ModelShape, shape_of
 from miles.hf.shape import model_shape
 
@@ -47,7 +48,7 @@ class ModelConfig(Section):
         description="Trainer ranks that split every expert. Unset: 1 where experts are shared out, else "
         "--tensor-model-parallel-size.",
     )
-    sequence_parallel: Annotated[bool, OnlyWith("--tensor-model-parallel-size above 1")] = Field(
+    sequence_parallel: bool = Field(
         False, description="Split the activations between tensor-parallel regions along the sequence as well."
     )
     bf16: bool | None = Field(
@@ -110,6 +111,16 @@ def _experts_in_world(v: Values) -> Iterator[str]:
             f"{stage} trainer ranks a pipeline stage cannot be divided into groups of {v.sharers_of_experts} for "
             f"experts (--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {tensor}); choose sizes "
             f"whose product divides {stage}"
+        )
+
+
+@rule
+def _family(v: Values) -> Iterator[str]:
+    model = describe(v.hf_checkpoint)
+    if v.needs_trainer and model is not None and model.architecture and model.traits is None:
+        yield (
+            f"--hf-checkpoint {v.hf_checkpoint} is a {model.architecture} (config.json), which can't be trained here; "
+            "docs/user-guide/models.md has those that can"
         )
 
 

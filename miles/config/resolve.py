@@ -1,6 +1,6 @@
 """From the command line to a checked configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -14,6 +14,8 @@ from miles.config.paths import as_given
 from miles.config.run_config import RunConfig
 from miles.config.section import Section
 from miles.config.sglang_args import check_sglang
+from miles.config.upstream.flags import as_named, contradictions
+from miles.config.upstream.values import Taken, texts_taken, values_taken
 from miles.config.validate import validate, warn
 from miles.config.values import Values
 from miles.config.yaml_file import load_yaml
@@ -56,19 +58,48 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     sglang, sglang_origins, sglang_problems = check_sglang([(in_file, file_sglang), ("command line", line.sglang)])
     problems += sglang_problems
 
-    known, type_problems = _convert(file_values | line.values, origins)
+    raw, changes_nothing = _take(file_values | line.values, texts_taken)
+    known, type_problems = _convert(raw, origins)
     problems += type_problems
-    values, reasons = derive(known | {"sglang": sglang}, datetime.now())
+    known, more = _take(known | {"sglang": sglang}, lambda values: values_taken(Values(values)))
+    values, reasons = derive(known, datetime.now())
     problems += validate(Values(values))
+    problems += contradictions(line.upstream, Values(values))
     if problems:
         raise ConfigError([as_given(problem) for problem in problems])
 
     provenance = {name: "default" for name in values if name != "sglang"} | origins
     provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
-    return Resolved(
-        RunConfig(**values).with_given(origins), provenance, [as_given(warning) for warning in warn(Values(values))]
-    )
+    changes_nothing += more + [*line.renamed, *map(as_named, line.upstream)]
+    warnings = [*_repeated(line.repeated), *_without_effect(changes_nothing), *warn(Values(values))]
+    return Resolved(RunConfig(**values).with_given(origins), provenance, [as_given(warning) for warning in warnings])
+
+
+def _take(
+    values: Mapping[str, Any], taken: Callable[[Mapping[str, Any]], Iterable[Taken]]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values with those in their place that are `taken`, and what the user is told of each."""
+    changed, said = dict(values), []
+    for name, value, note in taken(values):
+        changed[name] = value
+        said.append(note)
+        if value is None and RunConfig.model_fields[name].default is not None:
+            del changed[name]
+    return changed, said
+
+
+def _repeated(repeated: list[str]) -> Iterator[str]:
+    if repeated:
+        yield f"given more than once with different values, of which the last counts: {', '.join(repeated)}"
+
+
+def _without_effect(flags: list[str]) -> Iterator[str]:
+    if flags:
+        yield (
+            f"{len(flags)} flag{'s' * (len(flags) > 1)} of Miles or slime change{'s' * (len(flags) == 1)} nothing "
+            "(config.json says it, it is done anyway, or the reason stands behind it): " + ", ".join(flags)
+        )
 
 
 def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

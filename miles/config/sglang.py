@@ -34,6 +34,11 @@ def _engine_parallel_sizes(v: Values) -> Iterator[str]:
         if value < 1:
             yield f"{flag} is {value}; it is at least 1"
             return
+    if (given := v.sglang.get("tp_size")) is not None:  # one that is right has been taken out
+        yield (
+            f"--sglang-tp-size {given} contradicts --rollout-num-gpus-per-engine {size}: tensor-parallel ranks times "
+            "--sglang-pp-size are the GPUs of an engine; leave it out"
+        )
     if size % stages:
         yield (
             f"--sglang-pp-size {stages} does not divide --rollout-num-gpus-per-engine {size}, the GPUs of an engine; "

@@ -21,7 +21,6 @@ from miles.utils.errors import UserError
 
 SET_BY_MILES = {
     "model_path": "Miles passes --hf-checkpoint",
-    "tp_size": "it is --rollout-num-gpus-per-engine",
     "device": "it is --device",
     "random_seed": "Miles derives it from --seed and the engine's number",
     "host": "Miles binds engines to a loopback or cluster address itself",
@@ -160,16 +159,28 @@ def read_server_arguments(source: str) -> dict[str, ServerArgument]:
         aliases = [_bare(flag) for flag in flags[-1]] if "aliases" in options else []
         argument = ServerArgument(primary, _python_type(annotation, options), _choices(annotation, options, constants))
         arguments |= {flag: argument for flag in (primary, *aliases)}
+    for old, new in by_hand.items():
+        if old not in arguments and new in arguments:
+            arguments[old] = arguments[new]
     return arguments
 
 
-def _flags_added_by_hand(server_args: ast.ClassDef) -> set[str]:
-    """Names that `add_cli_args` gives to `parser.add_argument` itself."""
+def _flags_added_by_hand(server_args: ast.ClassDef) -> dict[str, str]:
+    """Names that `add_cli_args` gives to `parser.add_argument` itself, each with the one that it is an older name of.
+
+    A name that only turns something off or on which has values now is older than none.
+    """
     functions = [node for node in server_args.body if isinstance(node, ast.FunctionDef)]
     (method,) = [function for function in functions if function.name == "add_cli_args"]
     calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
-    added = [call for call in calls if ast.unparse(call.func) == "parser.add_argument"]
-    return {_bare(str(word.value)) for call in added for word in call.args if isinstance(word, ast.Constant)}
+    names: dict[str, str] = {}
+    for call in calls:
+        if ast.unparse(call.func) != "parser.add_argument":
+            continue
+        options = {keyword.arg: ast.unparse(keyword.value).strip("'") for keyword in call.keywords}
+        newer = options.get("new_flag", "") if options.get("action") == "DeprecatedAliasStoreAction" else ""
+        names |= {_bare(str(word.value)): _bare(newer) for word in call.args if isinstance(word, ast.Constant)}
+    return names
 
 
 def _bare(flag: str) -> str:

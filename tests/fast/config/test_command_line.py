@@ -51,6 +51,28 @@ def test_own_flags():
 
 
 @pytest.mark.parametrize(
+    ("words", "repeated"),
+    [
+        ("--lr 1 --lr 1", ""),
+        ("--lr 1 --lr=2", "--lr 1 (--lr 2)"),
+        ("--lr --lr 2", "--lr (--lr 2)"),
+        ("--lr 3 --lr 1 --lr 2", "--lr 3 (--lr 1), --lr 1 (--lr 2)"),
+        ("--colocate --no-colocate", "--colocate (--no-colocate)"),
+        ("--save-optim --no-save-optim", "--save-optim (--no-save-optim)"),
+        ("--sglang-dtype a --sglang-dtype b", "--sglang-dtype a (--sglang-dtype b)"),
+        ("--sglang-enable-metrics --no-sglang-enable-metrics", "--sglang-enable-metrics (--no-sglang-enable-metrics)"),
+        ("--config a --config b", "--config a (--config b)"),
+        ("--num-layers 1 --num-layers 2", "--num-layers 1 (--num-layers 2)"),
+        ("--tis-threshold 2 --tis-clip 3", "--tis-clip 2 (--tis-clip 3)"),
+    ],
+)
+def test_the_last_of_several_counts(words, repeated):
+    line, last = read_command_line(words.split()), read_command_line(f"--{words.rpartition('--')[2]}".split())
+    assert (line.problems, ", ".join(line.repeated)) == ([], repeated)
+    assert (line.values, line.sglang, line.upstream) == (last.values, last.sglang, last.upstream)
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("--rollout-batch 3", "--rollout-batch is unknown; did you mean --rollout-batch-size"),
@@ -58,12 +80,6 @@ def test_own_flags():
         ("--colo", "--colo is unknown"),
         ("--no-lr", "--no-lr is unknown"),
         ("--sglang 3", "--sglang is unknown"),
-        ("--lr 1 --lr 1", "--lr is given more than once"),
-        ("--lr 1 --lr=2", "--lr is given more than once"),
-        ("--colocate --no-colocate", "--no-colocate is given more than once, or with its opposite"),
-        ("--sglang-dtype a --sglang-dtype b", "--sglang-dtype is given more than once"),
-        ("--sglang-enable-metrics --no-sglang-enable-metrics", "given more than once, or with its opposite"),
-        ("--config a --config b", "--config is given more than once"),
         ("--lr", "--lr takes one value, got 0"),
         ("--lr 1 2", "--lr takes one value, got 2: 1 2"),
         ("--config", "--config takes one value, got 0"),

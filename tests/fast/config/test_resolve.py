@@ -43,17 +43,17 @@ def test_every_value_has_an_origin(argv):
 
 def test_all_problems_at_once(argv, folder):
     (folder / "run.yaml").write_text("sed: 3\nlr: fast\nsglang_mem_fraction: 1\n")
-    more = "--config run.yaml --rollout-batch 3 --seed 1 --seed 2 --save-interval 2 --rollout-top-p 2"
-    more += " --sequence-parallel"
+    more = "--config run.yaml --rollout-batch 3 --optimizer sgd --save-interval 2 --rollout-top-p 2"
+    more += " --recompute-method block"
     problems = problems_of(argv(more, hf_checkpoint=None, rm_type=None))
     for expected in (
         "run.yaml: key sed is unknown; did you mean seed",
         "YAML (run.yaml): lr is 'fast': input should be a valid number",
         "YAML (run.yaml): sglang_mem_fraction is unknown to the installed SGLang; did you mean --sglang-mem-fraction",
         "--rollout-batch is unknown; did you mean --rollout-batch-size",
-        "--seed is given more than once",
+        "--optimizer sgd is not possible here: Adam is the only optimizer",
         "--save-interval 2 has no effect without --save",
-        "--sequence-parallel has no effect without --tensor-model-parallel-size above 1; add that, or drop it",
+        "--recompute-method block has no effect without --recompute-granularity full; add that, or drop it",
         "--rollout-top-p is '2': input should be less than or equal to 1",
         "--hf-checkpoint is required",
         "exactly one of --rm-type and --custom-rm-path must be given, neither is",

@@ -97,8 +97,8 @@ def test_a_field_that_starts_like_a_server_argument_is_a_field(argv):
     ("more", "expected"),
     [
         ("--sglang-mem-fraction 1", "is unknown to the installed SGLang; did you mean --sglang-mem-fraction-static"),
-        ("--sglang-tp-size 2", "--sglang-tp-size cannot be given: it is --rollout-num-gpus-per-engine"),
-        ("--sglang-tensor-parallel-size 2", "cannot be given: it is --rollout-num-gpus-per-engine"),
+        ("--sglang-tp-size 2", "--sglang-tp-size 2 contradicts --rollout-num-gpus-per-engine 1"),
+        ("--sglang-tensor-parallel-size 2", "--sglang-tp-size 2 contradicts --rollout-num-gpus-per-engine 1"),
         ("--no-sglang-enable-memory-saver", "cannot be given: it follows from --offload-rollout"),
         ("--sglang-model other", "--sglang-model cannot be given: Miles passes --hf-checkpoint"),
         ("--sglang-mem-fraction-static much", "--sglang-mem-fraction-static is 'much': input should be a valid number"),
