@@ -9,7 +9,7 @@ from miles.config.critic import CriticConfig
 from miles.config.distillation import DistillationConfig
 from miles.config.effect import NotWith, OnlyWith
 from miles.config.off_policy import OffPolicyConfig
-from miles.config.other_models import shape_differences
+from miles.config.other_models import shape_differences, unread_weights
 from miles.config.paths import ModelFolder, dotted_path_problem
 from miles.config.section import Derived, SameAs, Section, derives, rule, warning
 from miles.config.values import Values
@@ -228,6 +228,8 @@ def _kl(v: Values) -> Iterator[str]:
 def _shape_of_the_reference(v: Values) -> Iterator[str]:
     if v.needs_reference and v.ref_load is not None:
         yield from shape_differences(v, "--ref-load", v.ref_load)
+        if v.ref_load != v.hf_checkpoint:
+            yield from unread_weights("--ref-load", v.ref_load)
 
 
 @warning

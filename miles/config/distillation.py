@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from miles.config.effect import OnlyWith
-from miles.config.other_models import shape_differences
+from miles.config.other_models import shape_differences, unread_weights
 from miles.config.paths import ModelFolder
 from miles.config.section import Section, rule, warning
 from miles.config.values import Values
@@ -64,6 +64,7 @@ def _teacher(v: Values) -> Iterator[str]:
 def _shape_of_the_teacher(v: Values) -> Iterator[str]:
     if v.use_opd and v.opd_teacher_load is not None:
         yield from shape_differences(v, "--opd-teacher-load", v.opd_teacher_load)
+        yield from unread_weights("--opd-teacher-load", v.opd_teacher_load)
 
 
 @warning

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from miles.config.effect import OnlyWith
 from miles.config.names import flag_of
+from miles.config.other_models import unread_weights
 from miles.config.paths import ModelFolder
 from miles.config.section import Derived, Rule, Section, derives, rule
 from miles.config.values import Values
@@ -122,6 +123,12 @@ def _family(v: Values) -> Iterator[str]:
             f"--hf-checkpoint {v.hf_checkpoint} is a {model.architecture} (config.json), which can't be trained here; "
             "docs/user-guide/models.md has those that can"
         )
+
+
+@rule
+def _weights_are_read(v: Values) -> Iterator[str]:
+    if v.needs_trainer:
+        yield from unread_weights("--hf-checkpoint", v.hf_checkpoint)
 
 
 @rule

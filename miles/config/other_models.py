@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from miles.config.values import Values
+from miles.hf.quantization import quantization_in, quantization_problem
 from miles.hf.shape import model_shape
 
 # Of config.json: what weights must agree in for one model to hold them.
@@ -14,6 +15,12 @@ SHAPE = (
     "num_key_value_heads",
     "intermediate_size",
 )
+
+
+def unread_weights(flag: str, folder: str) -> Iterator[str]:
+    """That the trainer does not read weights quantised as those in a folder."""
+    if problem := quantization_problem(quantization_in(folder)):
+        yield f"{flag} {folder}: {problem}"
 
 
 def shape_differences(v: Values, flag: str, folder: str) -> Iterator[str]:

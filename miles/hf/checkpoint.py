@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from miles.hf.block_formats import Quantised, block_formats, find_quantised
+from miles.hf.quantization import quantization_in
 from miles.utils.errors import UserError
 from miles.utils.export_folder import INDEX_FILE
 
@@ -17,16 +19,20 @@ SHOWN = 8
 class CheckpointIndex:
     """Names, shapes and dtypes of a checkpoint, from the headers of its safetensors files; tensors are read one by one.
 
+    A quantised weight is listed, and read, as the bf16 weight that it stands for; its codes and scales are not.
+
     Args:
-        folder: holds model.safetensors, or model.safetensors.index.json and the files that it names.
+        folder: holds model.safetensors, or model.safetensors.index.json and the files that it names, and config.json
+            where weights are quantised.
 
     Attributes:
-        files: {name: the file that holds it}.
+        files: {name: the file that holds it}; of a quantised weight the one with its codes.
         shapes: {name: shape}.
         dtypes: {name: safetensors dtype such as "BF16"}.
+        quantised: {name: how it is stored} of the quantised ones.
 
     Raises:
-        ValueError: the folder has no such files, or the index and the files disagree.
+        ValueError: the folder has no such files, or the index and the files disagree, or codes and scales do.
     """
 
     def __init__(self, folder: str | Path):
@@ -44,6 +50,17 @@ class CheckpointIndex:
                 self.files[name] = path
                 self.shapes[name] = tuple(header[name]["shape"])
                 self.dtypes[name] = header[name]["dtype"]
+        formats = block_formats(quantization_in(self.folder))
+        self.quantised: dict[str, Quantised] = find_quantised(formats, self.dtypes, self.shapes)
+        self._stored = dict(self.files)
+        self._hide_codes()
+
+    def _hide_codes(self) -> None:
+        for name, stored in self.quantised.items():
+            file = self.files[stored.codes]
+            for tensor in (stored.codes, stored.scales):
+                del self.files[tensor], self.shapes[tensor], self.dtypes[tensor]
+            self.files[name], self.shapes[name], self.dtypes[name] = file, stored.shape, "BF16"
 
     def _listed_names(self) -> dict[Path, list[str] | None]:
         index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
@@ -68,9 +85,33 @@ class CheckpointIndex:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, name: str) -> torch.Tensor:
-        """One full tensor, mapped from its file: bytes are read when they are used, and no others."""
-        path = self.files[name]
+    def read(
+        self,
+        name: str,
+        part: slice = slice(None),
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """One tensor. It is mapped from its file: bytes are read when they are used, and no others.
+
+        Args:
+            name: of the tensor.
+            part: of its dimension 0; of a quantised weight, of the matrices in a stack of them.
+            dtype: to which the values of a quantised weight are rounded; others come as they are stored.
+            device: where they are computed; others are mapped on the host.
+        """
+        stored = self.quantised.get(name)
+        if stored is None:
+            tensor = self._map(name)
+            return tensor if part == slice(None) else tensor[part]
+        codes, scales = self._map(stored.codes), self._map(stored.scales)
+        if part != slice(None):
+            assert len(stored.shape) > 2, f"{name} is no stack of matrices"
+            codes, scales = codes[part], scales[part]
+        return stored.block_format.decode(codes.to(device), scales, dtype)
+
+    def _map(self, name: str) -> torch.Tensor:
+        path = self._stored[name]
         if path not in self._handles:
             self._handles[path] = safe_open(path, framework="pt", device="cpu")
         return self._handles[path].get_tensor(name)

@@ -116,7 +116,8 @@ class HFWriter:
         dtype = str(max(DTYPES.values(), key=self._elements.__getitem__)).removeprefix("torch.")
         for part in (config, config.get("text_config")):
             if part is not None:
-                part.pop("torch_dtype", None)
+                for key in _OF_STORED_WEIGHTS:
+                    part.pop(key, None)
                 part["dtype"] = dtype
         file = self.partial / "config.json"
         file.write_text(json.dumps(config, indent=2) + "\n")
@@ -125,6 +126,8 @@ class HFWriter:
             path.chmod(file.stat().st_mode)
 
 
+# Of config.json: what it says of the weights in the source. Written are plain ones.
+_OF_STORED_WEIGHTS = ("torch_dtype", "quantization_config", "expert_dtype")
 # Of weights in any format, and of their indices. All other files of a checkpoint's folder are exported with it.
 _WEIGHT_ENDINGS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".npz", ".onnx", ".onnx_data"),

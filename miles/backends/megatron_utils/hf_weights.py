@@ -129,9 +129,9 @@ def load_into(
 
 @torch.no_grad()
 def _fill(entry: Entry, targets: list[torch.Tensor], index: CheckpointIndex, parallel: ParallelInfo) -> None:
-    values = [index.read(name) for name in entry.hf_names]
-    if entry.stacked:
-        values = [value.narrow(0, parallel.ep_rank * len(targets), len(targets)) for value in values]
+    first = parallel.ep_rank * len(targets)
+    part = slice(first, first + len(targets)) if entry.stacked else slice(None)
+    values = [index.read(name, part, targets[0].dtype, targets[0].device) for name in entry.hf_names]
     rank, size = _place(entry, parallel)
     value = entry.kind.split(values, rank, size)
     for target, own in zip(targets, value if entry.stacked else [value], strict=True):

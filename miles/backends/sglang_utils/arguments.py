@@ -9,6 +9,7 @@ import os
 import sys
 
 from miles.config import RunConfig
+from miles.hf.quantization import quantization_in
 from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
 from miles.utils.network import host_port
@@ -63,7 +64,18 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, host: st
         if engine_rank < config.num_colocated_engines:
             # The multicast buffers that come with these graphs don't fit beside the trainer.
             arguments["cuda_graph_backend_prefill"] = "disabled"
-    return arguments | config.sglang
+    arguments |= config.sglang
+    if config.needs_trainer and quantization_in(config.hf_checkpoint) is not None:
+        arguments |= _plain_weights(arguments)
+    return arguments
+
+
+def _plain_weights(arguments: dict[str, object]) -> dict[str, object]:
+    """The same model with weights that are not quantised, as the trainer sends them; the first update fills them in."""
+    override = {"quantization_config": None}
+    if written := arguments.get("json_model_override_args"):
+        override |= json.loads(str(written))
+    return {"json_model_override_args": json.dumps(override), "load_format": arguments.get("load_format", "dummy")}
 
 
 def command_line(arguments: dict[str, object]) -> list[str]:

@@ -1,11 +1,13 @@
 """An SGLang server that somebody else runs (--rollout-external-engine-addrs): looked at, never started or ended."""
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 from miles.config import RunConfig
 from miles.config.sglang_args import has_draft
 from miles.engines.client import SGLangClient, SGLangError
+from miles.hf.quantization import quantization_in
 from miles.hf.shape import read_config_json
 from miles.utils.errors import UserError
 
@@ -83,6 +85,13 @@ def _server_problems(config: RunConfig, info: dict) -> list[str]:
         problems.append(f"has dtype {info['dtype']}, the trainer has {dtype}: start it with --dtype {dtype}")
     if config.needs_trainer and info["quantization"] is not None:
         problems.append(f"has quantization {info['quantization']}, which weights cannot be sent to: start it without")
+    if config.needs_trainer and quantization_in(config.hf_checkpoint) is not None:
+        override = json.loads(info["json_model_override_args"] or "{}")
+        if "quantization_config" not in override or override["quantization_config"] is not None:
+            problems.append(
+                "has the quantised weights of its checkpoint, which weights cannot be sent to: start it with "
+                "--load-format dummy --json-model-override-args '{\"quantization_config\": null}'"
+            )
     if config.needs_trainer and has_draft(info["speculative_algorithm"]):
         name = info["speculative_algorithm"]
         problems.append(f"has speculative_algorithm {name}, whose draft gets no new weights: start it without")

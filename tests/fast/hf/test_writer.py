@@ -32,6 +32,16 @@ def test_writer_copies_all_that_is_no_weight(tmp_path):
     assert found == {*kept, *weights, "config.json"}
 
 
+def test_an_export_of_a_quantised_checkpoint_does_not_say_that_it_is_one(tmp_path):
+    folder, out = source_of(tmp_path), tmp_path / "out"
+    quantised = {"quantization_config": {"quant_method": "fp8"}, "a": 1}
+    (folder / "config.json").write_text(json.dumps(quantised | {"expert_dtype": "fp4", "text_config": quantised}))
+    with HFWriter(out, folder) as writer:
+        writer.write("w", torch.ones(1))
+    fields = {"a": 1, "dtype": "float32"}
+    assert json.loads((out / "config.json").read_text()) == fields | {"text_config": fields}
+
+
 @pytest.mark.parametrize(
     "written, said",
     [

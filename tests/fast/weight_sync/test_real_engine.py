@@ -1,6 +1,7 @@
 """All weights of a perturbed model into real SGLang servers, then their log-probabilities against transformers'."""
 
 import asyncio
+import json
 import logging
 import os
 from datetime import timedelta
@@ -24,6 +25,7 @@ from miles.weight_sync import check, session
 from miles.weight_sync.source import live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import TrainerRank, WeightUpdater
+from tests.fast.quantised import write_fp8
 from tests.fast.weight_sync.conftest import StageModel, alone, sync_settings
 
 pytestmark = pytest.mark.real
@@ -197,6 +199,22 @@ def test_the_check_finds_a_tensor_that_an_update_does_not_write(server, tiny_che
         RuntimeError, match=f"tensors of {server} are not what was sent: model.layers.0.input_layernorm.weight"
     ):
         updater.update(2)
+
+
+def test_an_engine_of_a_quantised_checkpoint_has_plain_weights(tmp_path, tiny_checkpoint, engine_config, group):
+    """It starts without weights, and the first update fills all of them."""
+    quantised, plain = tmp_path / "fp8", tmp_path / "bf16"
+    write_fp8(tiny_checkpoint, quantised, plain, power_of_two=True)
+    fields = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(fields | {"dtype": "float32"}))  # what transformers computes in
+    config = engine_config.model_copy(update={"hf_checkpoint": str(quantised), "run_dir": str(tmp_path / "run")})
+    engine = SGLangEngine(config, 0, [])
+    try:
+        url = engine.start()
+        updater_of(quantised, quantised, local(url), group, check_equal=True).update(1)
+        check_log_probs(url, plain, "1")
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from miles.hf.entries import EMBEDDING, HEAD, Entry, norm_entry
 from miles.hf.families import ModelShape, shape_of
 from miles.hf.layouts import Gated, Qkv, Row, Vocab
 from miles.hf.parallel import ParallelSizes
+from miles.hf.quantization import quantization_problem
 from miles.utils.errors import UserError
 
 
@@ -49,7 +50,8 @@ class Family:
             for field, allowed in self.allowed_values().items()
             if field in given and given[field] not in allowed
         ]
-        return found + self.rope_problems(hf_config)
+        quantization = quantization_problem(given.get("quantization_config"))
+        return found + self.rope_problems(hf_config) + ([quantization] if quantization else [])
 
     def ignored_prefixes(self, hf_config: PreTrainedConfig) -> tuple[str, ...]:
         """How names begin of weights that a checkpoint may have and that are not trained: layers for further tokens."""
@@ -62,7 +64,7 @@ class Family:
 
     def allowed_values(self) -> dict[str, tuple]:
         """Configuration fields whose other values change the model in a way that is not supported."""
-        return {"hidden_act": ("silu",), "attention_bias": (False, None), "quantization_config": (None,)}
+        return {"hidden_act": ("silu",), "attention_bias": (False, None)}
 
     def check(self, hf_config: PreTrainedConfig) -> None:
         """Refuse a configuration that the Megatron model cannot express. Raises ValueError with every such field."""

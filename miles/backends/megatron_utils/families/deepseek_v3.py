@@ -39,18 +39,11 @@ class DeepseekV3(Family):
         part = hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
         if part != 1.0:
             found.append(f"rope_parameters.partial_rotary_factor={part} (taken: 1.0)")
-        quantization = hf_config.to_dict().get("quantization_config")
-        if quantization:
-            found.append(
-                f"quantization_config.quant_method={quantization.get('quant_method')!r}: convert the weights to bf16 "
-                "(DeepSeek's inference/fp8_cast_bf16.py does) and take quantization_config out of config.json"
-            )
         return found
 
     def allowed_values(self) -> dict[str, tuple]:
-        allowed = {key: value for key, value in super().allowed_values().items() if key != "quantization_config"}
         return {
-            **allowed,
+            **super().allowed_values(),
             # Not fields of transformers, which takes them to be this; checkpoints list them.
             "scoring_func": ("sigmoid", None),
             "topk_method": ("noaux_tc", None),

@@ -30,17 +30,10 @@ class GptOss(Family):
             **super().allowed_values(),
             "attention_bias": (True,),
             "swiglu_limit": (LIMIT, None),
-            "quantization_config": (None,),
         }
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
-        found = super().problems(hf_config) + layer_type_problems(hf_config)
-        if hf_config.to_dict().get("quantization_config"):
-            found.append(
-                "MXFP4 weights cannot be trained: convert them to bf16 (AutoModelForCausalLM.from_pretrained(folder, "
-                "quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained) and name that folder"
-            )
-        return found
+        return super().problems(hf_config) + layer_type_problems(hf_config)
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return super().transformer_config(hf_config) | dict(

@@ -165,8 +165,8 @@ def test_a_rank_reads_its_own_experts(tmp_path, stacked, monkeypatch):
         tensors["bias"] = torch.randn(3)
     save_file(tensors, tmp_path / "model.safetensors")
     config = PreTrainedConfig(num_hidden_layers=1, tie_word_embeddings=False, stacked=stacked)
-    read, original = set(), CheckpointIndex.read
-    monkeypatch.setattr(CheckpointIndex, "read", lambda self, name: (read.add(name), original(self, name))[1])
+    read, whole = set(), CheckpointIndex.read
+    monkeypatch.setattr(CheckpointIndex, "read", lambda self, name, *how: (read.add(name), whole(self, name, *how))[1])
     model = Holder({"experts.0.weight": (3, 2), "experts.1.weight": (3, 2)} | ({} if stacked else {"bias": (3,)}))
     # Tensor parallelism of its own: the second half of an expert's rows on a rank with whole other layers.
     parallel = place(((range(1),),), tp=(0, 1), ep_rank=1, ep_size=2, etp_rank=1, etp_size=2)

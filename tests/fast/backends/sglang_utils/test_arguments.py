@@ -1,5 +1,7 @@
+import json
 import os
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -20,6 +22,25 @@ def test_cpu_arguments_and_the_users_win(engine_flags):
     assert arguments["host"] == "127.0.0.1" and arguments["port"] == 5000 and "dist_init_addr" not in arguments
     assert arguments["random_seed"] == config.seed + 2
     assert arguments["max_running_requests"] == 16 and arguments["log_level"] == "info"
+
+
+def test_an_engine_that_is_sent_weights_holds_no_quantised_ones(engine_flags, tmp_path):
+    (tmp_path / "model").mkdir()
+    fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    flags = [
+        str(tmp_path / "model") if before == "--hf-checkpoint" else flag
+        for before, flag in pairwise(["", *engine_flags])
+    ]
+    arguments = server_arguments(parse_args(flags), engine_rank=0, port=5000)
+    assert arguments["load_format"] == "dummy"
+    assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None}
+    users = ["--sglang-load-format", "auto", "--sglang-json-model-override-args", '{"a": 1}']
+    arguments = server_arguments(parse_args([*flags, *users]), engine_rank=0, port=5000)
+    assert arguments["load_format"] == "auto"
+    assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None, "a": 1}
+    alone = server_arguments(parse_args([*flags, "--debug-rollout-only"]), engine_rank=0, port=5000)
+    assert not {"load_format", "json_model_override_args"} & alone.keys()
 
 
 def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):

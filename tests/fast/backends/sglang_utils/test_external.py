@@ -8,6 +8,10 @@ from miles.backends.sglang_utils.external import ExternalEngine, _server_problem
 from miles.engines.client import SGLangClient, SGLangError
 from miles.utils.network import free_port
 
+FINE = {"version": importlib.metadata.version("sglang"), "dtype": "float32", "enable_dp_attention": False}
+FINE |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "quantization": None, "speculative_algorithm": None}
+FINE |= {"max_req_input_len": 65, "json_model_override_args": "{}"}
+
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint, tmp_path):
@@ -65,11 +69,20 @@ async def test_all_that_differs_is_named(engine_config, engine_server, checkpoin
     ],
 )
 def test_what_cannot_be_used(engine_config, changes, expected):
-    fine = {"version": importlib.metadata.version("sglang"), "dtype": "float32", "enable_dp_attention": False}
-    fine |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "quantization": None, "speculative_algorithm": None}
-    fine |= {"max_req_input_len": 65}
-    problems = _server_problems(engine_config, fine | changes)
+    problems = _server_problems(engine_config, FINE | changes)
     assert len(problems) == (expected is not None) and all(expected in problem for problem in problems)
+
+
+@pytest.mark.parametrize("override", ["{}", '{"quantization_config": null}'])
+def test_quantised_weights_are_no_place_for_the_trainers(engine_config, checkpoint, override):
+    quantised = checkpoint(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    config = engine_config.model_copy(update={"hf_checkpoint": quantised})
+    problems = _server_problems(config, FINE | {"json_model_override_args": override})
+    assert ["has the quantised weights of its checkpoint" in problem for problem in problems] == [True] * (
+        override == "{}"
+    )
+    alone = config.model_copy(update={"debug_rollout_only": True})
+    assert not _server_problems(alone, FINE | {"json_model_override_args": override})
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("glm4_moe", True), ("glm4_moe_lite", True), ("glm4", False)])

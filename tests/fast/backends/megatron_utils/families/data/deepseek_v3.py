@@ -63,7 +63,7 @@ REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"rope_parameters": YARN | {"rope_type": "dynamic"}}, "rope_type='dynamic'"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8': convert the weights to bf16"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' without weight_block_size"),
 ]
 
 

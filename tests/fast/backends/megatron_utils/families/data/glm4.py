@@ -17,7 +17,7 @@ CONTROLS = {
 }
 REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' without weight_block_size"),
     ({"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
 ]
 FAMILY = FamilyTests(

@@ -38,7 +38,7 @@ REFUSED = [
     ({"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=4"),
     ({"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
     ({"n_group": 4, "topk_group": 1}, "n_group=4 with num_experts_per_tok=4 and topk_group=1"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' without weight_block_size"),
     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
 ]
 FAMILY = FamilyTests(

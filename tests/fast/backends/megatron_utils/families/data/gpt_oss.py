@@ -41,7 +41,7 @@ REFUSED = [
     ({"attention_bias": False}, "attention_bias=False"),
     ({"swiglu_limit": 10.0}, "swiglu_limit=10.0"),
     ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types=.'linear_attention'"),
-    ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 weights cannot be trained.*dequantize=True"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
 ]
 
 

@@ -54,7 +54,7 @@ REFUSED = [
     ({"attention_bias": True}, "attention_bias=True"),
     ({"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.'sliding_attention'"),
-    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config="),
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quant_method='compressed-tensors'"),
 ]
 
 

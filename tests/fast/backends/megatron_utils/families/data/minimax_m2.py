@@ -33,7 +33,7 @@ REFUSED = [
     ({"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
     ({"attn_type_list": [1, 0]}, r"attn_type_list has \[0\]"),
     ({"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' without weight_block_size"),
 ]
 
 
