@@ -7,12 +7,13 @@ python train.py --help
 import asyncio
 
 from miles.config import RunConfig
+from miles.tracking.sinks import Sinks, trackers
 from miles.utils.arguments import parse_args
 from miles.utils.errors import ends_in_a_sentence
 
 
-async def run(config: RunConfig) -> None:
-    """One training run, from placement to summary."""
+async def run(config: RunConfig, sinks: Sinks) -> None:
+    """One training run, from placement to summary, whose metrics go to `sinks` too."""
     # Here and not above: `--help` and a refused configuration answer without loading Ray.
     from miles.ray.batches import Batches
     from miles.ray.calendar import due, rollouts
@@ -40,7 +41,7 @@ async def run(config: RunConfig) -> None:
     checkpointer = Checkpointer(config, rollout, models, handover)
     version = await checkpointer.resume()
     start = first_rollout(config)
-    report = Report(config, start)
+    report = Report(config, start, sinks)
     batches = Batches(config, rollout, report)
     training = Training(config, models, handover, checkpointer, report)
     evaluations = Evaluations(config, rollout, report)
@@ -79,8 +80,8 @@ def main() -> None:
         from miles.utils.logs import configure_logging
 
         configure_logging()
-        with written_down(config), session(config):
-            asyncio.run(run(config))
+        with written_down(config), trackers(config) as sinks, session(config):
+            asyncio.run(run(config, sinks))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,19 @@ def secrets_of(values: Mapping[str, Any]) -> Iterator[str]:
             yield from (part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str))
 
 
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, without those of secret names, and without the user and password of addresses."""
+    return {str(name): _open(value) for name, value in values.items() if not is_secret(str(name))}
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, list):
+        return [_open(part) for part in value]
+    return masked(value, ()) if isinstance(value, str) else value
+
+
 def masked(text: str, secrets: Iterable[str]) -> str:
     """The text with stars for each of the secrets, and for the user and password of an address."""
     for secret in sorted({secret for secret in secrets if secret}, key=len, reverse=True):

@@ -6,6 +6,7 @@ A critic's are those of `train/` under `critic-train/`.
 import re
 
 METRICS = {
+    "rollout/step": "W&B's axis of rollout/ and perf/: the rollout's number",
     "rollout/raw_reward": "mean reward of the rollouts that have one; samples of one rollout count once",
     "rollout/rewards": "mean reward as it is trained with, compared with its group's, of the rollouts",
     "rollout/none_reward_ratio": "share of rollouts whose reward function abstained",
@@ -112,6 +113,7 @@ METRICS = {
     "perf/eval_time": "seconds of evaluation",
     "perf/save_model_time": "seconds of saving a checkpoint",
     "perf/tokens_per_gpu_per_sec": "response tokens generated a second and rollout GPU",
+    "eval/step": "W&B's axis of eval/: the number of the rollout before it",
     "eval/{name}": "mean reward on an evaluation set, of the samples that have one",
     "eval/{name}-before_train": "the same before the first step, where that step has an evaluation of its own",
     "eval/{name}-none_reward_ratio": "share of evaluation samples without a reward: it abstained, or something failed",

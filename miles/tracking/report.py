@@ -1,4 +1,4 @@
-"""The report of a run: a line a step on screen and in metrics.jsonl, the same in TensorBoard, a summary at the end."""
+"""The report of a run: a line a step on screen and in metrics.jsonl, the same for trackers, a summary at the end."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from miles.config import RunConfig
+from miles.tracking.sinks import Sinks
 from miles.utils.disk import writing
 from miles.utils.errors import UserError
 from miles.utils.stopwatch import Stopwatch
@@ -51,12 +52,13 @@ class Report:
         config: the run's configuration, with `num_rollout` set.
         start_rollout_id: the first step of this process. Lines of earlier steps are kept; a resumed run appends to
             them, and later ones, which will be written anew, are dropped.
+        sinks: the trackers that are told the same.
 
     Raises:
         ValueError: `metrics.jsonl` exists and is broken.
     """
 
-    def __init__(self, config: RunConfig, start_rollout_id: int):
+    def __init__(self, config: RunConfig, start_rollout_id: int, sinks: Sinks):
         assert config.run_dir is not None and config.num_rollout is not None, "both are known once a run begins"
         self.num_rollout = config.num_rollout
         self.path = Path(config.run_dir) / "metrics.jsonl"
@@ -64,6 +66,7 @@ class Report:
         # An evaluation alone writes no step anew: it replaces nothing.
         replaced = None if self.num_rollout == 0 else start_rollout_id
         _drop_from(self.path, math.inf if replaced is None else replaced)
+        self._sinks = sinks
         self._first = self._next = start_rollout_id
         self._initial: dict[str, float] = {}
         self._added: dict[str, float] = {}
@@ -141,6 +144,7 @@ class Report:
                 for name, value in values.items():
                     self._tensorboard.add_scalar(name, value, step)
                 self._tensorboard.flush()
+        self._sinks.write(step, values)
 
     def summary(self) -> str:
         """Ends the report: prints and returns the closing table of the whole run, and closes TensorBoard's files."""

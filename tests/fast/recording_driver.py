@@ -12,6 +12,7 @@ from miles.ray.resume import resumed
 from miles.ray.rollout.training_data import RolloutResult
 from miles.residency import filesystem
 from miles.residency.plan import Region
+from miles.tracking.sinks import Sinks
 from miles.utils.arguments import parse_args
 from miles.utils.checkpoint_folder import begin_checkpoint
 from tests.fast.fake_checkpoint import write_ranks, write_rollout
@@ -150,7 +151,7 @@ def driver(tmp_path, monkeypatch):
         monkeypatch.setattr(placement_group, "create_rollout_manager", create_rollout_manager)
         monkeypatch.setattr(placement_group, "TrainGroup", group("trainer", config.save))
         monkeypatch.setattr(placement_group, "CriticGroup", group("critic", config.critic_save, train=({}, [None])))
-        await train.run(config)
+        await train.run(config, Sinks())
         return calls
 
     return run

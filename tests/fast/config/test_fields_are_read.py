@@ -17,6 +17,7 @@ SHAPES_OTHERS = {
     "use_dynamic_batch_size": "decides whether max_tokens_per_gpu is given",
     "max_tokens_per_gpu": "read as max_tokens_per_micro_batch",
     "debug_train_only": "read as needs_engines",
+    "wandb_key": "is only warned of: the key comes from the environment",
     "debug_rollout_only": "read as needs_trainer",
 }
 

@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from miles.tracking import report as report_module
 from miles.tracking.report import Report, duration, number, read_metrics
+from miles.tracking.sinks import Sinks
 from miles.utils.arguments import parse_args
 
 STEP = {
@@ -42,8 +43,8 @@ def make_report(tmp_path):
     files = ["--hf-checkpoint", str(tmp_path), "--prompt-data", prompts, "--eval-prompt-data", "demo", prompts]
     config = parse_args([*flags.split(), *files, "--run-dir", str(tmp_path / "run")])
 
-    def make(num_rollout, start=0, **changes):
-        return Report(config.model_copy(update={"num_rollout": num_rollout} | changes), start)
+    def make(num_rollout, start=0, sinks=None, **changes):
+        return Report(config.model_copy(update={"num_rollout": num_rollout} | changes), start, sinks or Sinks())
 
     return make
 
