@@ -105,8 +105,9 @@ def _engine_gpus(v: Values) -> Iterator[str]:
     total, size = v.rollout_num_gpus, v.rollout_num_gpus_per_engine
     if size > v.num_gpus_per_node:
         yield (
-            f"--rollout-num-gpus-per-engine {size} does not fit on a node of --num-gpus-per-node "
-            f"{v.num_gpus_per_node}; lower the first or correct the second"
+            f"--rollout-num-gpus-per-engine {size} is more than the {v.num_gpus_per_node} GPUs of a node "
+            "(--num-gpus-per-node); engines over several nodes are known from Miles, not here: a model that does not "
+            "fit on one node can't be served; lower the first or correct the second"
         )
     if not total:
         yield (

@@ -9,6 +9,7 @@ from typing import Any
 from miles.config.names import flag_of, nearest, negation_of
 from miles.config.run_config import RunConfig
 from miles.config.section import field_kind
+from miles.config.upstream.absent import row_of, sentences
 from miles.config.upstream.flags import MEANT, RENAMED
 from miles.utils.errors import UserError
 
@@ -62,7 +63,11 @@ def read_command_line(argv: list[str]) -> CommandLine:
             line.repeated.append(f"{' '.join((last[name][0], *last[name][1]))} ({' '.join((flag, *values))})")
         last.pop(name, None)
         last[name] = flag, values
+    absent = [flag for flag, _ in last.values() if flag not in KNOWN_FLAGS and row_of(flag) is not None]
+    line.problems += sentences(absent)
     for flag, values in last.values():
+        if flag in absent:
+            continue
         try:
             _take(line, flag, values)
         except UserError as error:

@@ -9,6 +9,7 @@ MOST = 3  # names that are suggested
 # Below them a difference is no slip of the fingers.
 SIMILAR = 0.85  # two whole names
 SIMILAR_WORDS, SIMILAR_WORD = 0.75, 0.6  # the words of two names, on average and each
+OFF = ("no", "disable", "without")
 
 
 def flag_of(name: str) -> str:
@@ -42,10 +43,10 @@ def _words(name: str) -> list[str]:
 
 
 def _told_apart(words: list[str], others: list[str]) -> tuple[list[str], list[str]]:
-    """Both without the `sglang` in front, which hundreds have; none of the other where one alone is negated."""
+    """Both without the `sglang` in front, which hundreds have; none of the other where one alone turns things off."""
     if words[0] == others[0] == "sglang":
         return words[1:], others[1:]
-    return words, others if (words[0] == "no") == (others[0] == "no") else []
+    return words, others if (words[0] in OFF) == (others[0] in OFF) else []
 
 
 # Of the words of two names, how near they are: smaller is nearer, None is something else.

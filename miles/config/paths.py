@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import core_schema
 
 from miles.hf.shape import read_config_json
+from miles.utils.checkpoint_folder import MARKER
 from miles.utils.errors import UserError
 
 # Files of --save-debug-rollout-data.
@@ -118,6 +119,10 @@ class ModelFolder(PathText):
         if not os.path.isdir(path):
             return f"{flag} {path} is not a folder here; download the model first, for example with `hf download`"
         if not os.access(os.path.join(path, "config.json"), os.R_OK):
+            if os.path.isfile(os.path.join(path, MARKER)):
+                return (
+                    f"{flag} {path} is a folder of Megatron checkpoints; give the Hugging Face folder of the same model"
+                )
             return f"{flag} {path} has no config.json that can be read: it is not a Hugging Face checkpoint"
         try:
             config = read_config_json(path)

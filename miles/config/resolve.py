@@ -14,6 +14,7 @@ from miles.config.paths import as_given
 from miles.config.run_config import RunConfig
 from miles.config.section import Section
 from miles.config.sglang_args import check_sglang
+from miles.config.upstream.absent import ABSENT_VALUES, row_of, sentences
 from miles.config.upstream.flags import as_named, contradictions
 from miles.config.upstream.values import Taken, texts_taken, values_taken
 from miles.config.validate import validate, warn
@@ -59,6 +60,10 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     problems += sglang_problems
 
     raw, changes_nothing = _take(file_values | line.values, texts_taken)
+    for (name, value), use in ABSENT_VALUES.items():
+        if raw.get(name) == value:
+            problems.append(f"{flag_of(name)} {value} is known from Miles, not here; {use}")
+            del raw[name]
     known, type_problems = _convert(raw, origins)
     problems += type_problems
     known, more = _take(known | {"sglang": sglang}, lambda values: values_taken(Values(values)))
@@ -121,6 +126,8 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
             values[name] = value
         elif name.startswith("sglang_"):
             sglang[name.removeprefix("sglang_")] = value
+        elif row_of(flag_of(name)) is not None:
+            problems += [f"{path}: {sentence}" for sentence in sentences([flag_of(name)])]
         else:
             problems.append(f"{path}: key {name} is unknown{nearest(name.replace('-', '_'), KINDS)}")
     return values, sglang, problems

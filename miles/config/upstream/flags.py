@@ -135,6 +135,7 @@ ANYWAY: dict[str, Meant] = {
     "--attention-backend": either("flash", "fused", "unfused", "local", "auto"),
     "--dsa-attention-backend": either("megatron", "tilelang"),
     "--linear-attention-backend": either("fla", "flashqla"),
+    "--allgather-cp": anyway("keys and values are gathered"),
     "--cp-comm-type": either("p2p", "a2a", "all_gather", "allgather", "a2a+p2p"),
     "--qkv-format": either("thd", "bshd", note="micro-batches are packed"),
     "--megatron-to-hf-mode": either("raw", "bridge"),
@@ -152,6 +153,9 @@ ANYWAY: dict[str, Meant] = {
     "--no-gradient-accumulation-fusion": anyway(),
     "--no-check-for-nan-in-loss-and-grad": anyway(),
     "--use-cpu-initialization": anyway(),
+    "--recompute-loss-function": anyway("logits exist for --log-probs-chunk-size tokens at a time"),
+    "--observe-training-entropy": anyway(),
+    "--get-mismatch-metrics": anyway(),
     "--enable-experimental": anyway(),
     "--disable-compute-advantages-and-returns": anyway(
         only=lambda v: None if v.loss_type == "sft_loss" else "without advantages there is --loss-type sft_loss alone"

@@ -65,6 +65,9 @@ def test_what_turns_off_is_not_near_to_what_turns_on():
     assert nearest("--no-colocat", KNOWN_FLAGS) == "; did you mean --no-colocate?"
     assert nearest("no_save_opt", ["no_save_optim", "save_optim"]) == "; did you mean no_save_optim?"
 
+    assert nearest("--enable-rewards-normalization", KNOWN_FLAGS) == ""
+    assert "--disable-rewards-normalization" in nearest("--disable-reward-normalization", KNOWN_FLAGS)
+
 
 @pytest.mark.parametrize(("wrong", "other"), FAR.items())
 def test_what_only_shares_letters_is_not_suggested(wrong, other):
