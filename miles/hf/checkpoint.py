@@ -12,7 +12,14 @@ from miles.utils.errors import UserError
 from miles.utils.export_folder import INDEX_FILE
 
 SINGLE_FILE = "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# I64: DeepSeek-V4's tables of experts.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
 SHOWN = 8
 
 

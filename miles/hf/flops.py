@@ -1,6 +1,6 @@
 """How much a forward pass computes, from the shape of the model."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,9 +51,9 @@ def forward_flops(shape: ModelShape) -> ForwardFlops:
     the delta net's recurrence and a sparse attention's indexer. Chunked attention counts as a window of its chunk.
     """
     hidden = shape.fields["hidden_size"]
-    weights, pairs = 0, Counter[int | None]()
+    weights, pairs = 0, defaultdict[int | None, float](float)
     for layer in range(shape.fields["num_hidden_layers"]):
         weights += shape.attention_weights(layer) + 3 * hidden * shape.mlp_width(layer)
-        if shape.attends(layer):
-            pairs[shape.window(layer)] += 2 * shape.numbers_per_pair(layer)
+        for window, numbers in shape.attention_pairs(layer).items():
+            pairs[window] += 2 * numbers
     return ForwardFlops(2 * weights, 2 * hidden * shape.fields["vocab_size"], pairs)

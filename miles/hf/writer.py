@@ -113,7 +113,8 @@ class HFWriter:
 
     def _write_config(self) -> None:
         config = json.loads((self.source / "config.json").read_text())
-        dtype = str(max(DTYPES.values(), key=self._elements.__getitem__)).removeprefix("torch.")
+        kinds = (kind for kind in DTYPES.values() if kind.is_floating_point)
+        dtype = str(max(kinds, key=self._elements.__getitem__)).removeprefix("torch.")
         for part in (config, config.get("text_config")):
             if part is not None:
                 for key in _OF_STORED_WEIGHTS:

@@ -26,7 +26,7 @@ from miles.hf.parallel import ParallelInfo
 from miles.weight_sync.live_bytes import LiveBytes
 from miles.weight_sync.source import FullTensor, Read, SourcePart, Write, live
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64)
 
 
 @dataclass(frozen=True)

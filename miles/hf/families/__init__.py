@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles.hf.families.base import ModelShape
+from miles.hf.families.deepseek_v4 import DeepseekV4Shape
 from miles.hf.families.gpt_oss import GptOssShape
 from miles.hf.families.llama4 import Llama4Shape
 from miles.hf.families.qwen3_5 import Qwen3_5MoeShape
 
-SHAPES: tuple[type[ModelShape], ...] = (GptOssShape, Llama4Shape, Qwen3_5MoeShape)
+SHAPES: tuple[type[ModelShape], ...] = (DeepseekV4Shape, GptOssShape, Llama4Shape, Qwen3_5MoeShape)
 
 __all__ = ["SHAPES", "ModelShape", "shape_of"]
 

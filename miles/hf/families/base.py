@@ -112,6 +112,10 @@ class ModelShape:
             return heads * (fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"] + fields["v_head_dim"])
         return 2 * heads * self.head_dim
 
+    def attention_pairs(self, layer: int) -> Mapping[int | None, float]:
+        """By window (None: none), the numbers that a layer multiplies for each pair of a query and a key within it."""
+        return {self.window(layer): self.numbers_per_pair(layer)} if self.attends(layer) else {}
+
     # Parallelism
 
     def cut_by_tensor_parallelism(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from miles.hf.families import SHAPES, ModelShape, shape_of
+from miles.hf.families import SHAPES, shape_of
 from miles.hf.parallel import ParallelSizes
 
 DENSE = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=67)
@@ -28,6 +28,7 @@ DELTA = DENSE | dict(linear_num_key_heads=6)
         ("Llama4TextConfig", dict(num_local_experts=8, interleave_moe_layer_step=2), "13"),
         ("Llama4TextConfig", dict(num_local_experts=8, moe_layers=[]), ""),
         ("Qwen3_5MoeTextConfig", dict(num_experts=8), "0123"),
+        ("DeepseekV4Config", dict(n_routed_experts=8), "0123"),
     ],
 )
 def test_layers_with_experts(kind, fields, expected):
@@ -64,13 +65,33 @@ def test_parallel_sizes_that_a_model_cannot_have(fields, sizes, said):
     assert len(problems) == len(said) and all(part in text for part, text in zip(said, problems, strict=True)), problems
 
 
-def test_a_family_may_keep_a_head_whole():
-    """As one with a single key head does."""
+COMPRESSED = DENSE | dict(
+    model_type="deepseek_v4",
+    num_key_value_heads=1,
+    o_groups=4,
+    n_routed_experts=8,
+    num_nextn_predict_layers=1,
+    compress_ratios=[0, 4, 128, 4, 0],
+)
 
-    class OneKey(ModelShape):
-        def cut_by_tensor_parallelism(self):
-            return {"num_attention_heads": self.fields["num_attention_heads"]}
 
-    fields = DENSE | dict(num_key_value_heads=1)
-    assert shape_of(fields).layout_problems(ParallelSizes(tp=2))
-    assert not OneKey(fields).layout_problems(ParallelSizes(tp=2))
+@pytest.mark.parametrize(
+    "changes, tp, said",
+    [
+        ({}, 4, []),
+        ({}, 8, ["--tensor-model-parallel-size 8 does not divide the model's o_groups 4"]),
+        ({"compress_ratios": [0, 4, 128, 4]}, 1, ["has 4 compress_ratios for 4 layers and 1 next-token layers"]),
+        ({"compress_ratios": [1, 4, 2, 4, 0]}, 1, ["compress_ratios of 1, 2 beside 0, 4 and 128: a later model"]),
+    ],
+)
+def test_deepseek_v4_has_one_key_and_groups_of_heads(changes, tp, said):
+    problems = shape_of(COMPRESSED | changes).layout_problems(ParallelSizes(tp=tp, sequence_parallel=True))
+    assert len(problems) == len(said) and all(part in text for part, text in zip(said, problems, strict=True)), problems
+
+
+def test_deepseek_v4_is_the_same_as_published_and_as_transformers_completes_it():
+    published = shape_of(COMPRESSED | dict(compress_ratios=[0, 4, 128, 128, 0]))
+    completed = shape_of(transformers.DeepseekV4Config(**published.fields).to_dict())
+    for layer in range(4):
+        assert published.layer_type(layer) == completed.layer_type(layer)
+        assert published.ratio(layer) == completed.ratio(layer)

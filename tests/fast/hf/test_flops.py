@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from miles.hf.families import shape_of
+from miles.hf.families.deepseek_v4 import HEAVY, SPARSE, WINDOW
 from miles.hf.flops import ForwardFlops, checkpoint_flops, forward_flops
 
 SIZES = dict(
@@ -47,6 +48,13 @@ FAMILIES = {
         dict(head_dim=16, num_local_experts=8, num_experts_per_tok=1, interleave_moe_layer_step=2)
         | dict(intermediate_size_mlp=160, attention_chunk_size=32),
     ),
+    "compressed": (
+        "DeepseekV4Config",
+        dict(head_dim=32, partial_rotary_factor=0.25, num_key_value_heads=1, q_lora_rank=20, o_groups=2, o_lora_rank=12)
+        | dict(layer_types=[WINDOW, SPARSE, HEAVY, SPARSE], n_routed_experts=8, index_n_heads=4, index_head_dim=16)
+        | dict(sliding_window=16, index_topk=8)
+        | EXPERTS,
+    ),
     "delta nets": (
         "Qwen3NextConfig",
         dict(head_dim=16, num_experts=8, shared_expert_intermediate_size=40)
@@ -68,14 +76,12 @@ def weights_met(config: PreTrainedConfig) -> float:
     shape = config.to_dict()
     experts = shape.get("num_experts") or shape.get("num_local_experts") or shape.get("n_routed_experts")
     total = 0
+    # Small beside the rest, see `forward_flops`.
+    small = (".gate.weight", ".router.weight", ".shared_expert_gate.weight", "_bias", "_hc.fn")
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.dim() == 3:
             total += parameter.numel() * shape["num_experts_per_tok"] // experts
-        elif (
-            ".layers." in name
-            and parameter.dim() == 2
-            and not name.endswith((".gate.weight", ".router.weight", ".shared_expert_gate.weight", "_bias"))
-        ):
+        elif ".layers." in name and parameter.dim() == 2 and ".indexer." not in name and not name.endswith(small):
             total += parameter.numel()
     return total
 
@@ -109,6 +115,10 @@ def test_pairs_of_each_kind_of_layer():
     assert forward_flops(shape_of(hf_config("latent").to_dict())).per_pair == {None: 4 * 2 * 4 * (12 + 8 + 10)}
     assert forward_flops(shape_of(hf_config("delta nets").to_dict())).per_pair == {None: 2 * 4 * 2 * 16}
     assert set(forward_flops(shape_of(hf_config("llama 4").to_dict())).per_pair) == {None, 32}
+    # Queries see a window of tokens; of the entries, which stand for 4 and 128 tokens, the picked ones, or all.
+    tokens = 2 * 2 * 4 * 32
+    compressed = forward_flops(shape_of(hf_config("compressed").to_dict())).per_pair
+    assert compressed == {16: 4 * tokens, 4 * 8: 2 * tokens / 4, None: tokens / 128}
     mistral = transformers.MistralConfig(**SIZES, sliding_window=8)
     assert forward_flops(shape_of(mistral.to_dict())).per_pair == {8: 4 * 2 * 4 * 2 * 16}
 
