@@ -4,6 +4,7 @@ from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family
 from miles.backends.megatron_utils.families.deepseek_v3 import DeepseekV3
+from miles.backends.megatron_utils.families.deepseek_v4 import DeepseekV4
 from miles.backends.megatron_utils.families.deepseek_v32 import DeepseekV32
 from miles.backends.megatron_utils.families.gemma2 import Gemma2
 from miles.backends.megatron_utils.families.gemma3 import Gemma3
@@ -25,6 +26,7 @@ from miles.utils.errors import UserError
 FAMILIES: tuple[Family, ...] = (
     DeepseekV3(),
     DeepseekV32(),
+    DeepseekV4(),
     Glm4MoeLite(),
     Llama(),
     Qwen2(),

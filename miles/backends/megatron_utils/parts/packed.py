@@ -60,12 +60,14 @@ class PackedSequences(PackedSeqParams):
     Args:
         cu_seqlens_q: int32 [S + 1], where each sequence starts; the last entry is the number of all tokens.
         position_ids_T: int64 [T], each token's position in its own sequence.
-        angles: by rope, (cosines, sines, interleaved) as `rotate` takes them: float32 [T, 1, R].
+        ropes: the model's, by name.
+        angles: of the tokens by rope, (cosines, sines, interleaved) as `rotate` takes them: float32 [T, 1, R].
         starts: `cu_seqlens_q` as numbers.
         cp_group: the context-parallel group; None where a rank holds whole sequences.
     """
 
     position_ids_T: torch.Tensor = None
+    ropes: Mapping[str, Rope] = field(default_factory=dict)
     angles: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = field(default_factory=dict)
     starts: tuple[int, ...] = ()
     _made: dict[tuple, Any] = field(default_factory=dict)
@@ -175,6 +177,7 @@ def packed_sequences(
         max_seqlen_kv=max_seqlen,
         cp_group=cp_group,
         position_ids_T=position_ids_T,
+        ropes=ropes,
         angles={name: (*rope.angles(position_ids_T), rope.interleaved) for name, rope in ropes.items()},
         starts=tuple(cu_seqlens.tolist()),
     )

@@ -15,6 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,17 +68,22 @@ def dense_mlp(row: type = RowParallelLinear) -> Callable:
     return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row))
 
 
-def moe_mlp(expert_row: type = RowParallelLinear, shared_experts: type = SharedExpertMLP) -> Callable:
+def moe_mlp(
+    expert_row: type = RowParallelLinear, shared_experts: type = SharedExpertMLP, router: Callable = TopKRouter
+) -> Callable:
     """Experts computed one after another, and shared ones where the model has `moe_shared_expert_intermediate_size`.
 
-    expert_row: an expert's second projection. shared_experts: the class of the shared ones.
+    expert_row: an expert's second projection. shared_experts: the class of the shared ones. router: sends tokens to
+    experts.
     """
     shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=expert_row)
     return partial(
         MoELayer,
         submodules=MoESubmodules(
-            experts=partial(SequentialMLP, submodules=own), shared_experts=partial(shared_experts, submodules=shared)
+            experts=partial(SequentialMLP, submodules=own),
+            shared_experts=partial(shared_experts, submodules=shared),
+            router=router,
         ),
     )
 

@@ -13,6 +13,7 @@ from miles.utils.network import free_port
 from tests.fast.backends.megatron_utils.families.data.deepseek_v3 import DEEPSEEK
 from tests.fast.backends.megatron_utils.families.data.deepseek_v32 import SPARSE
 from tests.fast.backends.megatron_utils.families.parity import micro_batches, prepare, run_config
+from tests.fast.backends.megatron_utils.families.record import FamilyTests
 
 CASES = {
     "v3": DeepseekV3Config(**DEEPSEEK, tie_word_embeddings=False),
@@ -33,7 +34,7 @@ UNTRAINED = ("e_score_correction_bias", "indexer.")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = prepare(tmp_path_factory.mktemp("cases"), CASES)
+    root = prepare(tmp_path_factory.mktemp("cases"), FamilyTests(CASES))
     for name in CASES:
         checkpoint = root / name / "checkpoint"
         weights = load_file(checkpoint / "model.safetensors")

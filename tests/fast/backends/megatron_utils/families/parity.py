@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.fast.backends.megatron_utils.families.record import FamilyTests
 from tests.fast.ranks import leave_world
 
 DATA = "tests.fast.backends.megatron_utils.families.data"
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 # {name: (ranks, flags of train.py)}
 LAYOUTS = {
     "one": (1, []),
@@ -35,27 +37,35 @@ LAYOUTS = {
         2,
         ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"],
     ),
+    # Of four layers two on each stage, which take turns.
+    "pp2_interleaved": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "recompute_core": (1, ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]),
+    "recompute_full": (1, FULL),
+    "tp2_sp_recompute_full": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *FULL]),
 }
 LENGTHS = [100, 7, 61, 24, 33, 90, 5, 48]
 # A sequence that stands alone is padded to a multiple of this.
 PADDED_LENGTH = 128
 
 
-def prepare(folder: Path, cases: dict, std: float = 0.15) -> Path:
-    """For each case, {name: configuration of transformers}: a random checkpoint as the hub has it, and the answers.
+def prepare(folder: Path, family: FamilyTests) -> Path:
+    """For each case of a family: a random checkpoint as the hub has it, and the answers.
 
-    std: of the weights; norms are drawn around one where transformers starts them at one, else around zero.
+    Norms are drawn around one where transformers starts them at one, else around zero.
     """
     # At these sizes two threads mostly wait for each other: ten times the time.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for name, hf_config in cases.items():
-        _prepare(folder / name, hf_config, std)
+    for name, hf_config in family.cases.items():
+        _prepare(folder / name, hf_config, family)
     torch.set_num_threads(threads)
     return folder
 
 
-def _prepare(folder: Path, hf_config, std: float) -> None:
+def _prepare(folder: Path, hf_config, family: FamilyTests) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -67,8 +77,10 @@ def _prepare(folder: Path, hf_config, std: float) -> None:
             if name not in saved or not weight.is_floating_point():
                 continue
             center = float(weight.mean()) if "norm" in name and weight.dim() == 1 else 0.0
-            weight.normal_(center, std if weight.dim() > 1 else 0.1)
-    model.save_pretrained(folder / "checkpoint")
+            weight.normal_(center, family.std if weight.dim() > 1 else 0.1)
+    if family.fill is not None:
+        family.fill(model)
+    family.save(model, folder / "checkpoint")
     log_probs = []
     for tokens in sequences(hf_config.vocab_size):
         log_p_TV = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)
@@ -79,7 +91,7 @@ def _prepare(folder: Path, hf_config, std: float) -> None:
         for parameter in model.parameters():
             parameter.copy_(0.0 if parameter.grad is None else parameter.grad)
     # Written as weights, the gradients get the checkpoint's names and layouts.
-    model.save_pretrained(folder / "gradients")
+    family.save(model, folder / "gradients")
     torch.save(log_probs_N.detach(), folder / "log_probs.pt")
 
 
@@ -231,8 +243,8 @@ class Built:
         torch.distributed.all_reduce(log_probs_N, group=group)
         return (log_probs_N - answers).abs().max().item()
 
-    def gradients(self) -> dict[str, float]:
-        """The error of each weight's gradient. The weights are lost."""
+    def gradients(self, floor: float) -> dict[str, float]:
+        """The error of each weight's gradient, see `FamilyTests.gradient_floor`. The weights are lost."""
         # Gathered like weights, the gradients come in the checkpoint's names and layouts.
         with torch.no_grad():
             for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
@@ -241,22 +253,30 @@ class Built:
         expected: dict[str, torch.Tensor] = {}
         for path in (self.folder / "gradients").glob("*.safetensors"):
             expected |= load_file(path)
-        return {name: _relative_error(tensor, expected[name]) for name, tensor in self.gathered()}
+        # Tables of whole numbers have no gradients.
+        expected = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
+        least = floor * max(tensor.abs().max().item() for tensor in expected.values())
+        return {
+            name: _relative_error(tensor, expected[name], least)
+            for name, tensor in self.gathered()
+            if tensor.is_floating_point()
+        }
 
 
-def _relative_error(tensor: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest element; without such an element everything must be zero."""
+def _relative_error(tensor: torch.Tensor, expected: torch.Tensor, least: float) -> float:
+    """Largest difference over the largest element, or `least`; without such an element everything must be zero."""
     difference, largest = (tensor - expected).abs().max().item(), expected.abs().max().item()
+    largest = max(largest, least) if largest else 0.0
     return difference / largest if largest else float("inf") if difference else 0.0
 
 
-def compare(folder: Path, layout: str) -> dict:
+def compare(folder: Path, layout: str, floor: float) -> dict:
     """The largest differences of one case, on all ranks."""
     built = Built(folder, layout)
     for chunk in built.state.chunks:
         chunk.zero_grad_buffer()
     errors = {"weights_changed": built.weights_changed(), "packed": built.packed(False), "padded": built.padded()}
-    return errors | {"gradients": built.gradients()}
+    return errors | {"gradients": built.gradients(floor)}
 
 
 @contextlib.contextmanager
@@ -289,7 +309,7 @@ def main(rank: int, root: Path, task: dict) -> None:
     result: dict = {"layouts": {}, "controls": {}}
 
     def compare_cases(layout):
-        found = {case: compare(root / case, layout) for case in of_layout[layout]}
+        found = {case: compare(root / case, layout, family.gradient_floor) for case in of_layout[layout]}
         if reports():
             result["layouts"][layout] = found
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from miles.hf.parallel import ParallelSizes
 
@@ -37,9 +37,13 @@ class FamilyTests:
         layouts_accepted: (configuration, parallel sizes).
         layouts_refused: (configuration, parallel sizes, what the error names).
         finish: makes further cases of the folders of `cases`.
+        fill: fills what random numbers would not do for.
+        save: writes a model, or its gradients in its place, as the hub has it.
         std: standard deviation of the weights.
         log_prob_bound: largest difference of a log-probability, in nats.
         gradient_bound: largest difference of a gradient, relative to the weight's largest.
+        gradient_floor: share of the model's largest gradient that a weight's largest is taken to be at least: for
+            weights whose gradients all but cancel, where transformers is as far from float64.
         least: in nats; above it a control is seen.
     """
 
@@ -53,9 +57,12 @@ class FamilyTests:
     layouts_accepted: Sequence[tuple[PreTrainedConfig, ParallelSizes]] = ()
     layouts_refused: Sequence[tuple[PreTrainedConfig, ParallelSizes, str]] = ()
     finish: Callable[[Path], None] | None = None
+    fill: Callable[[PreTrainedModel], None] | None = None
+    save: Callable[[PreTrainedModel, Path], None] = PreTrainedModel.save_pretrained
     std: float = 0.15
     log_prob_bound: float = 2e-5
     gradient_bound: float = 1e-4
+    gradient_floor: float = 0.0
     least: float = 1e-3
 
 

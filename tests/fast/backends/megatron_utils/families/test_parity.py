@@ -38,7 +38,7 @@ def measured(start_ranks, tmp_path_factory):
     def measure(name: str, slow: bool) -> dict:
         family = TESTS[name]
         if name not in folders:
-            folders[name] = parity.prepare(tmp_path_factory.mktemp(name), family.cases, family.std)
+            folders[name] = parity.prepare(tmp_path_factory.mktemp(name), family)
             if family.finish is not None:
                 family.finish(folders[name])
         layouts = family.slow_layouts if slow else family.layouts

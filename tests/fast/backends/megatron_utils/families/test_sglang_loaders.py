@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from miles.backends.megatron_utils.families import FAMILIES, family_for
 from miles.hf.config import load_hf_config
+from miles.hf.deepseek_v4_hub import hub_config
 
 pytestmark = pytest.mark.real
 
@@ -97,6 +98,21 @@ CONFIGS = {
     "DeepseekV32ForCausalLM": hf.DeepseekV32Config(
         **DEEPSEEK, num_experts=4, index_n_heads=4, index_head_dim=16, index_topk=16
     ),
+    # SGLang's sizes of heads, ratios and indexer are fixed.
+    "DeepseekV4ForCausalLM": hf.DeepseekV4Config(
+        **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "max_position_embeddings")},
+        **EXPERTS,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=16,
+        compress_ratios=[0, 4, 128],
+        num_hash_layers=2,
+        num_nextn_predict_layers=0,
+        n_routed_experts=4,
+        rope_parameters=LATENT["rope_parameters"],
+    ),
     "Gemma2ForCausalLM": hf.Gemma2Config(**{**SIZES, "tie_word_embeddings": True}, hidden_act="gelu_pytorch_tanh"),
     "Gemma3ForCausalLM": hf.Gemma3TextConfig(
         **{**SIZES, "tie_word_embeddings": True}, layer_types=["sliding_attention", "full_attention"]
@@ -143,7 +159,7 @@ def weights_of(hf_config) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     entries = family_for(hf_config).entries(hf_config, range(hf_config.num_hidden_layers), True, True)
     return {
-        name: torch.randn(shape)
+        name: torch.zeros(shape, dtype=torch.int64) if name.endswith("tid2eid") else torch.randn(shape)
         for entry in entries
         if not entry.load_only
         for name, shape in zip(entry.hf_names, entry.shapes, strict=True)
@@ -157,12 +173,16 @@ def found(tmp_path_factory):
     for architecture, hf_config in CONFIGS.items():
         hf_config.architectures = [architecture]
         hf_config.save_pretrained(root / architecture)
+        if architecture == "DeepseekV4ForCausalLM":
+            (root / architecture / "config.json").write_text(json.dumps(hub_config(hf_config)))
         save_file(weights_of(load_hf_config(root / architecture)), root / architecture / "weights.safetensors")
     result = root / "result.json"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ended = subprocess.run(
         [sys.executable, str(HELPER), str(root), str(result)],
-        env=environment | {"SGLANG_USE_CPU_ENGINE": "1"},
+        # The last two: DeepSeek-V4's in FP8, and kernels that it compiles.
+        env=environment
+        | {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"},
         capture_output=True,
         text=True,
         timeout=400,
