@@ -44,13 +44,36 @@ def byte_tokenizer() -> Any:
     )
 
 
-# In the config.json of published checkpoints, and read by SGLang; transformers does not know them.
-PUBLISHED_FIELDS = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+# What else config.json says of a family. DeepSeek-V3: in published checkpoints, and read by SGLang; transformers does
+# not know it. DeepSeek-V4: the smallest that SGLang's kernels take, with all kinds of layers in four.
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v4": {
+        "partial_rotary_factor": 0.125,
+        "q_lora_rank": 128,
+        "o_groups": 8,
+        "o_lora_rank": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "compress_ratios": [0, 0, 4, 128],
+        "num_hash_layers": 3,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
+}
 
 
 def make_tiny_checkpoint(
     output: Path,
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3",
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v4"] = "qwen3",
     hidden_size: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
@@ -67,6 +90,9 @@ def make_tiny_checkpoint(
 ) -> None:
     """Write a random checkpoint (config.json, model.safetensors, tokenizer, chat template, generation_config.json).
 
+    Of deepseek_v4 SGLang's kernels take --num-heads 64 --head-dim 512 --hidden-size 512 --intermediate-size 256, and
+    compress_ratios (of four layers) are among --fields.
+
     Args:
         output: folder to write; made if missing, its files are overwritten.
         family: architecture.
@@ -75,7 +101,7 @@ def make_tiny_checkpoint(
         num_heads: query heads.
         num_kv_heads: key and value heads; divides num_heads.
         head_dim: width of a head; qwen2 allows hidden_size / num_heads only.
-        intermediate_size: width inside the MLP.
+        intermediate_size: width inside the MLP, of deepseek_v4 inside an expert.
         vocab_size: rows of the embedding, at least 261; the rows beyond the tokenizer's 261 tokens are padding.
         max_position_embeddings: longest sequence in tokens.
         tie: share input and output embedding.
@@ -94,6 +120,10 @@ def make_tiny_checkpoint(
         raise UserError(
             f"--head-dim {head_dim}: qwen2 allows only hidden-size / num-heads, {hidden_size / num_heads:g}"
         )
+    if family == "deepseek_v4" and (num_kv_heads != 1 or tie):
+        raise UserError(
+            "deepseek_v4 has one key for all heads, and embeddings that are not tied: give --num-kv-heads 1 --no-tie"
+        )
 
     more = json.loads(fields)
     if not isinstance(more, dict):
@@ -101,6 +131,8 @@ def make_tiny_checkpoint(
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from miles.hf.deepseek_v4_hub import draw_experts, save_hub_checkpoint
 
     tokenizer = byte_tokenizer()
     settings = dict(
@@ -118,11 +150,14 @@ def make_tiny_checkpoint(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    settings |= PUBLISHED_FIELDS.get(family, {})
+    if family == "deepseek_v4":
+        del settings["rope_parameters"]  # it has two, of fields of its own
+        settings["moe_intermediate_size"] = settings.pop("intermediate_size")
+    settings |= FAMILY_FIELDS.get(family, {})
     if family not in ("qwen2", "deepseek_v3"):  # the latter has head sizes of its own, among its fields
         settings["head_dim"] = head_dim
     config = AutoConfig.for_model(family, **settings)
-    if unknown := [name for name in more if not hasattr(config, name)]:
+    if unknown := [name for name in more if not hasattr(config, name) and name not in FAMILY_FIELDS.get(family, {})]:
         raise UserError(f"--fields: {family} has no {', '.join(unknown)}")
     config = AutoConfig.for_model(family, **settings | more)
     torch.manual_seed(seed)
@@ -130,7 +165,12 @@ def make_tiny_checkpoint(
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
-    model.save_pretrained(output)
+    if family == "deepseek_v4":
+        draw_experts(model)
+        save_hub_checkpoint(model, output)
+        model.generation_config.save_pretrained(output)
+    else:
+        model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     print(f"wrote {output}: {family}, {model.num_parameters() / 1e6:.2f}M parameters, {dtype}")
 

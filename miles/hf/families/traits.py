@@ -39,6 +39,7 @@ _LLAMA4 = Traits(interleaved=True, score="sigmoid")
 TRAITS: dict[str, Traits] = {
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _LATENT,
+    "DeepseekV4ForCausalLM": Traits(qk_norm=True, interleaved=True, sinks=True, score="sqrtsoftplus"),
     "Gemma2ForCausalLM": Traits(plus_one_norm=True, post_norms=True),
     "Gemma3ForCausalLM": Traits(qk_norm=True, plus_one_norm=True, post_norms=True),
     "Glm4ForCausalLM": Traits(qkv_bias=True, post_norms=True, interleaved=True),

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.tools.make_tiny_checkpoint import byte_tokenizer, make_tiny_checkpoint
@@ -87,3 +88,26 @@ def test_fields_that_published_checkpoints_have_and_transformers_ignores(tmp_pat
     make_tiny_checkpoint(tmp_path, family="deepseek_v3", fields=json.dumps(experts), **SIZES)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["moe_layer_freq"], written["topk_method"], written["scoring_func"]) == (1, "noaux_tc", "sigmoid")
+
+
+def test_a_deepseek_v4_has_the_names_and_fields_of_the_hub(tmp_path):
+    sizes = SIZES | {"num_layers": 4, "num_kv_heads": 1, "num_heads": 8}
+    fields = json.dumps({"n_routed_experts": 4, "num_hash_layers": 1})
+    make_tiny_checkpoint(tmp_path, family="deepseek_v4", tie=False, fields=fields, dtype="bfloat16", **sizes)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["compress_ratios"], written["num_hash_layers"], written["n_routed_experts"]) == (
+        [0, 0, 4, 128],
+        1,
+        4,
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {"embed.weight", "layers.2.attn.indexer.compressor.ape", "layers.3.ffn.experts.3.w2.weight"} < weights.keys()
+    table = weights["layers.0.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int64 and (table[:, 0] != table[:, 1]).all()
+    assert weights["embed.weight"].dtype == torch.bfloat16
+    assert weights["layers.0.hc_attn_fn"].dtype == weights["layers.0.attn.attn_sink"].dtype == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert torch.equal(loaded.model.layers[0].mlp.gate.tid2eid, table)
+    assert torch.equal(loaded.lm_head.weight, weights["head.weight"])
+    with pytest.raises(ValueError, match="give --num-kv-heads 1 --no-tie"):
+        make_tiny_checkpoint(tmp_path, family="deepseek_v4")

@@ -30,6 +30,7 @@ class DeepseekV4(Family):
     architectures = ("DeepseekV4ForCausalLM",)
     config_class = CompressedConfig
     final_norm = HyperHead
+    qk_norm = True
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
         found = super().problems(hf_config)
