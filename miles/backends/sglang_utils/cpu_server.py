@@ -9,19 +9,30 @@ Its checksums of the weights need no GPU either, but for one line. Its attention
 
 With `CPU_MEMORY_SAVER` in its environment it also gives memory back when told to (see `cpu_memory`).
 
-The hooks are registered on import because SGLang's scheduler is a spawned process, which imports the main module again.
+Nearly all of a start is imports, which SGLang makes in each of its processes anew: here they are made once, in the
+process that the others are forked from. And without Megatron, which SGLang imports where it is installed, only to read
+the ranks of a trainer in the same process.
+
+The hooks are registered on import because a process that SGLang spawns imports the main module again.
 """
 
 import gc
 import os
 import runpy
+import sys
 from unittest import mock
 
 import torch
+
+# Importing it raises ImportError, as if it were not installed.
+if __name__ in ("__main__", "__mp_main__"):
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from miles.backends.sglang_utils import cpu_attention, cpu_memory, deepseek_v4, float32_copies
 from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
+from miles.backends.sglang_utils.forked import forked
 
 SEED_IF_NONE_GIVEN = 42  # as in SGLang's deterministic mode
 MASK_32 = 0xFFFFFFFF
@@ -80,4 +91,5 @@ if CPU_MEMORY_SAVER in os.environ:
     cpu_memory.register()
 
 if __name__ == "__main__":
-    runpy.run_module("sglang.launch_server", run_name="__main__")
+    with forked():
+        runpy.run_module("sglang.launch_server", run_name="__main__")
