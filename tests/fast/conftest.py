@@ -28,20 +28,27 @@ ENVIRONMENT = {
 # Fixtures that start processes; a file that names one that is shared goes to the worker with the others that do.
 SHARED = ("engine_server", "local_ray")
 STARTS_PROCESSES = {*SHARED, "forkserver", "run_ranks"}
+# Minutes each, and by themselves: each test begins as early as it can, in any worker.
+RUNS = ("tests/fast/test_train.py", "tests/fast/test_schedules.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes as `real`."""
+    """Mark what starts processes as `real`, and put it first: what is left to the end is short, for any worker."""
     for item in items:
         if STARTS_PROCESSES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.real)
+    real = {item.path for item in items if item.get_closest_marker("real")}
+    runs = [ROOT / file for file in RUNS]
+    items.sort(key=lambda item: (item.path not in runs, item.path not in real))
 
 
 class ByServer(LoadFileScheduling):
-    """A file's tests run in one of xdist's workers, and so do all files that share a server."""
+    """A file's tests run in one of xdist's workers, and so do all files that share a server; but see RUNS."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file in RUNS:
+            return nodeid
         return next((name for name in SHARED if name in _text(file)), file)
 
 
@@ -51,7 +58,8 @@ def _text(file: str) -> str:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
-    """See `ByServer`."""
+    """See `ByServer`; in the order of the collection."""
+    config.option.loadscopereorder = False
     return ByServer(config, log)
 
 

@@ -72,7 +72,7 @@ class Run:
                 self.children.update(self.process.children(recursive=True))
             except psutil.NoSuchProcess:
                 pass
-            time.sleep(0.05)
+            time.sleep(0.2)  # a look at all processes takes a tenth of that
         return self.process.returncode
 
     def left(self, seconds=60, but=()):
