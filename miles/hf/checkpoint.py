@@ -50,7 +50,8 @@ class CheckpointIndex:
         self._handles: dict[Path, safe_open] = {}
         listed = self._listed_names()
         for path, names in listed.items():
-            header = _read_header(path)
+            header = read_header(path)
+            header.pop("__metadata__", None)
             for name in header if names is None else names:
                 if name not in header:
                     raise UserError(f"{self.folder / INDEX_FILE} says that {path.name} holds {name}, but it does not")
@@ -117,6 +118,11 @@ class CheckpointIndex:
             codes, scales = codes[part], scales[part]
         return stored.block_format.decode(codes.to(device), scales, dtype)
 
+    def files_of(self, name: str) -> set[Path]:
+        """The files that a tensor is read from: of a quantised weight, codes and scales may lie apart."""
+        stored = self.quantised.get(name)
+        return {self._stored[part] for part in ((name,) if stored is None else (stored.codes, stored.scales))}
+
     def _map(self, name: str) -> torch.Tensor:
         path = self._stored[name]
         if path not in self._handles:
@@ -128,15 +134,21 @@ class CheckpointIndex:
         self._handles = {path: handle for path, handle in self._handles.items() if path == keep}
 
 
-def _read_header(path: Path) -> dict[str, dict]:
-    """A safetensors header: 8 bytes of length (little-endian), then JSON (github.com/huggingface/safetensors)."""
+def read_header(path: Path) -> dict[str, dict]:
+    """A safetensors header, with its `__metadata__`: 8 bytes of length (little-endian), then JSON.
+
+    Args:
+        path: of a safetensors file (github.com/huggingface/safetensors).
+
+    Raises:
+        ValueError: it is not whole.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= path.stat().st_size - 8:
             raise UserError(f"{path} is not a whole safetensors file: download it again")
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    ends = [entry["data_offsets"][1] for entry in header.values()]
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if path.stat().st_size != 8 + length + max(ends, default=0):
         raise UserError(f"{path} is cut off or damaged: its header and its size differ; download it again")
     return header

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -95,40 +96,54 @@ class HFWriter:
             file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
             (self.partial / f"{number}.safetensors").rename(self.partial / file)
             weight_map.update(dict.fromkeys(names, file))
-        self._copy_the_rest()
-        self._write_config()
+        copy_all_but_weights(self.source, self.partial)
+        kinds = (kind for kind in DTYPES.values() if kind.is_floating_point)
+        dtype = max(kinds, key=self._elements.__getitem__)
+        write_config(self.source, self.partial, str(dtype).removeprefix("torch."))
         metadata = {"total_size": self.bytes_written, "writer": WRITER}
         (self.partial / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
         if self.folder.exists():
             shutil.rmtree(self.folder)
         self.partial.rename(self.folder)
 
-    def _copy_the_rest(self) -> None:
-        """What transformers reads beside the weights, whatever its tokenizer's and its code's files are called."""
-        for path in self.source.iterdir():
-            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS):
-                shutil.copyfile(path, self.partial / path.name)
-        if (self.source / CHAT_TEMPLATE_DIR).is_dir():
-            shutil.copytree(self.source / CHAT_TEMPLATE_DIR, self.partial / CHAT_TEMPLATE_DIR)
 
-    def _write_config(self) -> None:
-        config = json.loads((self.source / "config.json").read_text())
-        kinds = (kind for kind in DTYPES.values() if kind.is_floating_point)
-        dtype = str(max(kinds, key=self._elements.__getitem__)).removeprefix("torch.")
-        for part in (config, config.get("text_config")):
-            if part is not None:
-                for key in _OF_STORED_WEIGHTS:
-                    part.pop(key, None)
+def copy_all_but_weights(source: Path, folder: Path) -> None:
+    """Copy what transformers reads beside the weights, whatever its tokenizer's and its code's files are called."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS):
+            shutil.copyfile(path, folder / path.name)
+    if (source / CHAT_TEMPLATE_DIR).is_dir():
+        shutil.copytree(source / CHAT_TEMPLATE_DIR, folder / CHAT_TEMPLATE_DIR, dirs_exist_ok=True)
+
+
+def write_config(source: Path, folder: Path, dtype: str | None, quantization: dict[str, Any] | None = None) -> None:
+    """Write the source's config.json for the weights in `folder`, with their file mode.
+
+    Args:
+        source: of the checkpoint that config.json is taken from.
+        folder: with its safetensors files in it.
+        dtype: of most weights, such as "bfloat16"; None leaves what the source says.
+        quantization: how others are stored; None if they are as they are.
+    """
+    config = json.loads((source / "config.json").read_text())
+    for part in (config, config.get("text_config")):
+        if part is not None:
+            for key in _OF_STORED_WEIGHTS:
+                part.pop(key, None)
+            if dtype is not None:
+                part.pop("torch_dtype", None)
                 part["dtype"] = dtype
-        file = self.partial / "config.json"
-        file.write_text(json.dumps(config, indent=2) + "\n")
-        # safetensors makes its files for their owner alone: they get what the umask gives to others.
-        for path in self.partial.glob("*.safetensors"):
-            path.chmod(file.stat().st_mode)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    file = folder / "config.json"
+    file.write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors makes its files for their owner alone: they get what the umask gives to others.
+    for path in folder.glob("*.safetensors"):
+        path.chmod(file.stat().st_mode)
 
 
 # Of config.json: what it says of the weights in the source. Written are plain ones.
-_OF_STORED_WEIGHTS = ("torch_dtype", "quantization_config", "expert_dtype")
+_OF_STORED_WEIGHTS = ("quantization_config", "compression_config", "expert_dtype")
 # Of weights in any format, and of their indices. All other files of a checkpoint's folder are exported with it.
 _WEIGHT_ENDINGS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".npz", ".onnx", ".onnx_data"),
