@@ -22,7 +22,7 @@ _E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
 _PAIRS = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1)
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 # Elements that are decoded at a time: their float32 products stay in a processor's cache.
-_PIECE = 2**20
+_PIECE = 2**18
 
 
 @dataclass(frozen=True)
