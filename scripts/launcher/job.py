@@ -1,0 +1,81 @@
+"""train.py as a Ray job: submitted, followed, and ended by Ctrl-C."""
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from launcher.plan import Plan
+from miles.utils.errors import INTERRUPTED, UserError
+
+STOP_S = 60.0
+WAIT_S = 0.5
+
+
+def entrypoint(plan: Plan) -> str:
+    """The shell command of the job. Relative paths mean what they mean here."""
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(plan.train_command())}"
+
+
+def submit_command(plan: Plan, address: str) -> str:
+    """What `submit` does, as a command that does the same."""
+    runtime = json.dumps({"env_vars": plan.environment()})
+    words = ["ray", "job", "submit", "--address", address, "--runtime-env-json", runtime, "--"]
+    return shlex.join([*words, "bash", "-c", entrypoint(plan)])
+
+
+def submit(plan: Plan, address: str) -> None:
+    """Run train.py on the cluster at `address` and print its output. SIGINT and SIGTERM end it.
+
+    Raises:
+        UserError: the cluster takes no jobs, or the run failed.
+        SystemExit: it was interrupted.
+    """
+    from ray.job_submission import JobStatus, JobSubmissionClient
+    from requests import RequestException
+
+    print(submit_command(plan, address), flush=True)
+    try:
+        client = JobSubmissionClient(address)
+        job = client.submit_job(entrypoint=entrypoint(plan), runtime_env={"env_vars": plan.environment()})
+    except (ConnectionError, RuntimeError, RequestException) as error:
+        raise UserError(f"the Ray cluster at {address} takes no job: {error}") from error
+    try:
+        with _terminating():
+            asyncio.run(_follow(client, job))
+            while not (status := client.get_job_status(job)).is_terminal():
+                time.sleep(WAIT_S)
+    except KeyboardInterrupt:
+        print(f"ending {job}", file=sys.stderr, flush=True)
+        client.stop_job(job)
+        deadline = time.monotonic() + STOP_S
+        while not client.get_job_status(job).is_terminal() and time.monotonic() < deadline:
+            time.sleep(WAIT_S)
+        sys.exit(INTERRUPTED)
+    if status != JobStatus.SUCCEEDED:
+        raise UserError(f"the run ended as {status}: {client.get_job_info(job).message}")
+
+
+async def _follow(client, job: str) -> None:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM, by which SLURM and Kubernetes end a run, is Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,64 @@
+"""DeepSeek-V4 Flash and Pro, with the subcommands and layouts that Miles users know; weights are read as they are.
+
+Engine and trainer hold bf16 weights: an engine of Flash needs 569 GB, the 4 or 8 GPUs of a node.
+"""
+
+from launcher import Layout, Model, Recipe, main
+from launcher.app import prepare
+from launcher.plan import Plan
+
+from miles.utils.errors import UserError
+
+TOKENS = {"max_tokens_per_gpu": 2048}
+# 43 layers: one stage of 4, six of 6, one of 3.
+FLASH = {"pp": 8, "first_stage_layers": 4, "last_stage_layers": 3, **TOKENS}
+# 61 layers: one stage of 7, six of 8, one of 6.
+PRO = {"pp": 8, "first_stage_layers": 7, "last_stage_layers": 6, **TOKENS}
+
+RECIPE = Recipe(
+    "DeepSeek-V4",
+    models=(
+        Model(
+            "deepseek-ai/DeepSeek-V4-Flash",
+            "284B, 13B active",
+            (
+                Layout(("H200", "B200", "B300"), nodes=8, tp=8, ep=8, engine_gpus=8, **FLASH),
+                Layout(("GB300",), nodes=8, tp=2, cp=2, ep=4, engine_gpus=4, **FLASH),
+            ),
+        ),
+        Model(
+            "deepseek-ai/DeepSeek-V4-Pro",
+            "1.6T, 49B active",
+            (Layout(("H200", "B200", "B300"), nodes=32, tp=8, ep=32, engine_gpus=8, **PRO),),
+            waits_for="its bf16 weights take 3146 GB, and an engine lives on one node; that needs engines over several "
+            "nodes, which Miles does not have",
+        ),
+    ),
+    flags={
+        "rollout_max_response_len": 4096,
+        "rollout_temperature": 0.8,
+        "over_sampling_batch_size": 64,
+        "dynamic_sampling_filter_path": "miles.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+    },
+)
+
+
+def prepare_checkpoint(plan: Plan) -> None:
+    """Nothing: the trainer reads the published weights, whatever their format, into its own layout."""
+    print("# the trainer reads the published FP8 and FP4 weights into its own layout: there is nothing to convert")
+
+
+def prepare_mxfp8(plan: Plan) -> None:
+    """MXFP8 engines: Miles has none."""
+    raise UserError("prepare-mxfp8: engines hold bf16 weights here; leave it out, and train with `train`")
+
+
+ACTIONS = {
+    "prepare-download": prepare,
+    "prepare-single": prepare_checkpoint,
+    "prepare-mxfp8": prepare_mxfp8,
+    "prepare-spmd": prepare_checkpoint,
+}
+
+if __name__ == "__main__":
+    main(RECIPE, ACTIONS)
