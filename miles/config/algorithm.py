@@ -7,10 +7,11 @@ from pydantic import Field
 
 from miles.config.critic import CriticConfig
 from miles.config.distillation import DistillationConfig
+from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import NotWith, OnlyWith
 from miles.config.off_policy import OffPolicyConfig
 from miles.config.other_models import shape_differences, unread_weights
-from miles.config.paths import ModelFolder, dotted_path_problem
+from miles.config.paths import ModelFolder
 from miles.config.section import Derived, SameAs, Section, derives, rule, warning
 from miles.config.values import Values
 from miles.training.advantages import ESTIMATORS, Estimator, estimators_where

@@ -5,10 +5,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import EVALUATES
 from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.config.multi_turn import AGENT, MULTI_TURN
-from miles.config.paths import InputFile, PromptFile, absolute, dotted_path_problem
+from miles.config.paths import InputFile, PromptFile, absolute
 from miles.config.reward import missing, wrong_key
 from miles.config.rollout import unknown_ids
 from miles.config.section import Derived, SameAs, Section, derives, rule

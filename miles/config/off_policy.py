@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import OnlyWith
 from miles.config.names import flag_of
-from miles.config.paths import dotted_path_problem
 from miles.config.section import Section, rule, warning, written
 from miles.config.values import Values
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import core_schema
 
+from miles.config.dotted_paths import dotted_path_problem
 from miles.hf.shape import read_config_json
 from miles.utils.checkpoint_folder import MARKER
 from miles.utils.errors import UserError
@@ -68,7 +69,7 @@ class TriedText(str):
 
 
 class FunctionPath(TriedText):
-    """A function or class of the user's own, by dotted path. Whether it is there is seen where it is loaded."""
+    """A function or class of the user's own, by dotted path."""
 
     @classmethod
     def problem(cls, flag: str, path: str) -> str | None:
@@ -182,12 +183,4 @@ def _output_problem(flag: str, path: str, folder: Path) -> str | None:
         return f"{flag} {path}: {there} is not a folder"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{flag} {path}: {there} can't be written to (another user's, or read-only); give another folder"
-    return None
-
-
-def dotted_path_problem(flag: str, path: str, example: str) -> str | None:
-    """Of the dotted path of a function; `example` is a right one."""
-    parts = path.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        return f"{flag} {path} must be the dotted path of a function, such as {example}"
     return None

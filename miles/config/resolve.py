@@ -14,7 +14,7 @@ from miles.config.paths import as_given
 from miles.config.run_config import RunConfig
 from miles.config.section import Section
 from miles.config.sglang_args import check_sglang
-from miles.config.upstream.absent import ABSENT_VALUES, row_of, sentences
+from miles.config.upstream.absent import absent_values, row_of, sentences
 from miles.config.upstream.flags import as_named, contradictions
 from miles.config.upstream.values import Taken, texts_taken, values_taken
 from miles.config.validate import validate, warn
@@ -59,14 +59,14 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     sglang, sglang_origins, sglang_problems = check_sglang([(in_file, file_sglang), ("command line", line.sglang)])
     problems += sglang_problems
 
-    raw, changes_nothing = _take(file_values | line.values, texts_taken)
-    for (name, value), use in ABSENT_VALUES.items():
-        if raw.get(name) == value:
-            problems.append(f"{flag_of(name)} {value} is known from Miles, not here; {use}")
-            del raw[name]
-    known, type_problems = _convert(raw, origins)
+    raw, notes = _take(file_values | line.values, texts_taken)
+    absent = absent_values(raw)
+    problems += absent.values()
+    sound, type_problems = _convert({name: value for name, value in raw.items() if name not in absent}, origins)
     problems += type_problems
+    known = {name: value for name, value in sound.items() if name not in absent}
     known, more = _take(known | {"sglang": sglang}, lambda values: values_taken(Values(values)))
+    notes |= more
     values, reasons = derive(known, datetime.now())
     problems += validate(Values(values))
     problems += contradictions(line.upstream, Values(values))
@@ -75,23 +75,24 @@ def resolve_command_line(line: CommandLine) -> Resolved:
 
     provenance = {name: "default" for name in values if name != "sglang"} | origins
     provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
+    provenance |= {name: f"in place of {note}" for name, note in notes.items() if name != "sglang"}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
-    changes_nothing += more + [*line.renamed, *map(as_named, line.upstream)]
+    changes_nothing = [*dict.fromkeys(notes.values()), *line.renamed, *map(as_named, line.upstream)]
     warnings = [*_repeated(line.repeated), *_without_effect(changes_nothing), *warn(Values(values))]
-    return Resolved(RunConfig(**values).with_given(origins), provenance, [as_given(warning) for warning in warnings])
+    given = origins.keys() - notes.keys()
+    return Resolved(RunConfig(**values).with_given(given), provenance, [as_given(warning) for warning in warnings])
 
 
 def _take(
     values: Mapping[str, Any], taken: Callable[[Mapping[str, Any]], Iterable[Taken]]
-) -> tuple[dict[str, Any], list[str]]:
-    """The values with those in their place that are `taken`, and what the user is told of each."""
-    changed, said = dict(values), []
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values with those in their place that are `taken`, and what the user is told, by field."""
+    changed, notes = dict(values), {}
     for name, value, note in taken(values):
-        changed[name] = value
-        said.append(note)
+        changed[name], notes[name] = value, note
         if value is None and RunConfig.model_fields[name].default is not None:
             del changed[name]
-    return changed, said
+    return changed, notes
 
 
 def _repeated(repeated: list[str]) -> Iterator[str]:

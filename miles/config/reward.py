@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import OnlyWith, engines_run
-from miles.config.paths import dotted_path_problem
 from miles.config.section import SameAs, Section, rule
 from miles.config.values import Values
 from miles.rewards import BUILT_IN, Reward

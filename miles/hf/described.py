@@ -55,7 +55,9 @@ class DescribedModel:
 
     @property
     def dense_width(self) -> int | None:
-        """Width of a dense MLP; None where config.json has none."""
+        """Width of a dense MLP; None where no layer has one, or config.json does not say it."""
+        if self.fields.get("model_type") in ("qwen3_5_moe_text", "deepseek_v4"):
+            return None
         return self.get("intermediate_size_mlp", "intermediate_size")
 
     @property

@@ -3,8 +3,11 @@
 One sentence answers all flags of one row that a command line has.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from miles.config.names import flag_of
+from miles.config.upstream.functions import ABSENT_FUNCTIONS
 
 
 class Absent(NamedTuple):
@@ -220,6 +223,22 @@ ABSENT_VALUES: dict[tuple[str, str], str] = {
     ("moe_router_load_balancing_type", "global_aux_loss"): "use aux_loss, which balances over a micro-batch",
     ("moe_router_load_balancing_type", "sinkhorn"): "use aux_loss",
 }
+
+
+def absent_values(raw: Mapping[str, Any]) -> dict[str, str]:
+    """What the user is told of values that Miles knows and this program does not, by field.
+
+    Args:
+        raw: texts of the command line and values of the YAML file, by field.
+    """
+    told: dict[str, str] = {}
+    for name, value in raw.items():
+        if use := ABSENT_VALUES.get((name, str(value))):
+            told[name] = f"{flag_of(name)} {value} is known from Miles, not here; {use}"
+        elif what := ABSENT_FUNCTIONS.get(str(value)):
+            told[name] = f"{flag_of(name)} {value} is known from Miles, not here: {what}"
+    return told
+
 
 _ROWS = {flag: row for row in ABSENT for flag in row.flags}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.names import flag_of
+from miles.config.upstream.functions import OURS, as_ours
 from miles.config.values import Undetermined, Values
 from miles.hf.described import describe
 from miles.utils.checkpoint_folder import MARKER
@@ -30,8 +31,22 @@ def texts_taken(raw: Mapping[str, Any]) -> Iterator[Taken]:
     balancing = raw.get("moe_router_load_balancing_type")
     if balancing in OTHER_BALANCING and _is_zero(raw.get("moe_aux_loss_coeff", 0)):
         yield "moe_router_load_balancing_type", "none", f"--moe-router-load-balancing-type {balancing} (weighted by 0)"
+    yield from _functions(raw)
     if str(raw.get("log_probs_chunk_size")) == "-1":
         yield "log_probs_chunk_size", None, "--log-probs-chunk-size -1 (a chunk changes no number)"
+
+
+def _functions(raw: Mapping[str, Any]) -> Iterator[Taken]:
+    for name, path in raw.items():
+        if not name.endswith("_path") or not isinstance(path, str):
+            continue
+        spelled = as_ours(path)
+        ours = OURS.get(spelled)
+        if ours is not None:
+            note = f"{flag_of(name)} {path} ({ours.note})"
+            yield from ((field, value, note) for field, value in {name: None, **ours.fields}.items())
+        elif spelled != path:
+            yield name, spelled, f"{flag_of(name)} {path} ({spelled})"
 
 
 def _is_zero(value: Any) -> bool:

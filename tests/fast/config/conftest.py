@@ -6,6 +6,16 @@ import pytest
 
 from miles.residency import filesystem
 
+# Functions of the user's own.
+MODULES = {
+    "a": "b B generate",
+    "c": "d",
+    "mine": "loss",
+    "my_agent": "run",
+    "my_module": "evaluate function generate my_function reward weights",
+    "my_tools": "execute",
+}
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -23,6 +33,9 @@ def folder(tmp_path, monkeypatch):
     (model / "config.json").write_text(json.dumps(shape))
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "held_out.jsonl").touch()
+    for module, names in MODULES.items():
+        (tmp_path / f"{module}.py").write_text("".join(f"{name} = print\n" for name in names.split()))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

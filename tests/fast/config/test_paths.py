@@ -15,6 +15,8 @@ from miles.config.validate import KINDS, tried_type
 TEXTS = {
     *("rollout_external_engine_addrs", "sglang_router_ip", "session_server_ip", "opd_teacher_urls", "rm_url"),
     "generate_tool_call_parser",
+    *("wandb_project", "wandb_group", "wandb_team", "wandb_host", "wandb_run_id", "wandb_key", "trackio_project"),
+    *("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_run_id"),
     *("input_key", "label_key", "metadata_key", "tool_key", "reward_key"),
     *("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key", "rollout_stop"),
     # Dotted paths of functions that a rule of their own tries, and names and files in turn, of which the files are made

@@ -74,3 +74,11 @@ def test_in_a_file_too(argv, folder):
     with pytest.raises(ConfigError, match=r"run.yaml: --lora-rank is known from Miles, not here") as caught:
         resolve(argv("--config run.yaml"))
     assert len(caught.value.problems) == 1
+
+
+def test_a_value_that_is_taken_for_another_shows_what_was_written(argv):
+    resolved = resolve(argv("--moe-token-dispatcher-type flex --sequence-parallel --lr 1"))
+    assert resolved.config.moe_token_dispatcher_type == "alltoall" and resolved.config.sequence_parallel is False
+    assert resolved.provenance["sequence_parallel"].startswith("in place of --sequence-parallel (")
+    assert resolved.provenance["moe_token_dispatcher_type"].startswith("in place of --moe-token-dispatcher-type flex (")
+    assert "lr" in resolved.config.given and "sequence_parallel" not in resolved.config.given
