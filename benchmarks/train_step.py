@@ -2,9 +2,10 @@
 
     python benchmarks/train_step.py [--sizes 0.6B 1.7B 4B] [--tokens 8192 16384] [--json PATH] [-- FLAGS of train.py]
 
-Each case is a Qwen3 of that many parameters with random weights in bf16 under Megatron's distributed optimizer, in a
-process of its own. It takes steps as a run does: one micro-batch of packed samples of 2,048 tokens (256 of them the
-prompt), the policy loss, gradients, Adam. The time is the median step's, the first ones left out.
+Each case is a model with random weights in bf16 under Megatron's distributed optimizer, in a process of its own: a
+Qwen3 of that many parameters, or a slice of a model with experts (benchmarks/slices.py): 30B-A3B, DeepSeek-V3, gpt-oss.
+It takes steps as a run does: one micro-batch of packed samples of 2,048 tokens (256 of them the prompt), the policy
+loss, gradients, Adam. The time is the median step's, the first ones left out.
 
 MFU counts what a step must compute and nothing that is recomputed: 6 operations a weight and token (output weights:
 response tokens only), and 6 s^2 a layer, query head and channel for causal attention over a sample of s tokens. It is
@@ -12,8 +13,9 @@ given as a share of what the best of some large matrix products reaches on this 
 
 What follows `--` are flags of train.py, for example --transformer-impl transformer_engine, or
 --recompute-granularity full --recompute-method block --recompute-num-layers 6; without --recompute-granularity the 4B
-model recomputes some layers at 16,384 tokens, whose activations don't fit otherwise. `--profile` prints where the time
-of one step goes. `--device cpu --sizes tiny --tokens 256` tries the script without a GPU.
+model recomputes some layers at 16,384 tokens, and DeepSeek-V3's slice all, whose activations don't fit otherwise.
+`--profile` prints where the time of one step goes: kernels by their share of the device's time, then what of the step
+the device was idle. `--device cpu --sizes tiny tiny-30B-A3B --tokens 256` tries the script without a GPU.
 """
 
 import argparse
@@ -23,11 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from common import ROOT, Row, parser, report
-from sleep_wake import SIZES, write_checkpoint_config
+from slices import MODELS, write_config
 
 sys.path.insert(0, str(ROOT))
 
@@ -39,12 +42,13 @@ PRODUCTS = [(8192, 8192, 8192), (16384, 8192, 8192), (16384, 4096, 16384), (1638
 # What a step needs beside 18 bytes a parameter is most of the memory there.
 RECOMPUTE = {
     ("4B", 16384): "--recompute-granularity full --recompute-method block --recompute-num-layers 6",
+    ("DeepSeek-V3", 16384): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
 
 def sample_lengths(size: str) -> tuple[int, int]:
     """Tokens of a sample, and of its prompt."""
-    return (TINY_LENGTH, TINY_PROMPT) if size == "tiny" else (LENGTH, PROMPT)
+    return (TINY_LENGTH, TINY_PROMPT) if size.startswith("tiny") else (LENGTH, PROMPT)
 
 
 def step_flops(size: str, tokens: int) -> float:
@@ -53,7 +57,7 @@ def step_flops(size: str, tokens: int) -> float:
 
     length, prompt = sample_lengths(size)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint_config(Path(folder), size)
+        write_config(Path(folder), size)
         forward = checkpoint_flops(folder).of(np.array([length]), np.array([length - prompt])).item()
     return 3 * forward * (tokens // length)
 
@@ -76,7 +80,7 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     length, prompt = sample_lengths(size)
     samples = tokens // length
     with tempfile.TemporaryDirectory() as name:
-        write_checkpoint_config(Path(name), size)
+        write_config(Path(name), size)
         prompts = Path(name) / "prompts.jsonl"
         prompts.write_text('{"input": "unused", "label": "unused"}\n')
         base = f"--device {device} --bf16 --actor-num-gpus-per-node 1 --colocate --no-offload-train"
@@ -127,12 +131,7 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     if profile:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-        with torch.profiler.profile(activities=kinds) as profiler:
-            step()
-        order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
-        print(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
+        print_profile(step, device)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": seconds[warmup:],
@@ -140,6 +139,28 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
         "loss": metrics["train/loss"],
         "peak": peak,
     }
+
+
+def print_profile(step: Callable[[], object], device: str) -> None:
+    """What takes the time of one step: operators, then on a GPU its kernels, and how long it had none."""
+    import torch
+
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as profiler:
+        started = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - started
+    order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
+    kernels: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.device_time / 1e6)
+    busy = sum(map(sum, kernels.values()))
+    for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:45]:
+        print(f"{sum(times):9.5f} s {sum(times) / max(busy, 1e-9):6.1%} {len(times):6d} times  {name[:110]}")
+    print(f"step {seconds:.4f} s (profiled), kernels {busy:.4f} s, idle {max(seconds - busy, 0.0):.4f} s")
 
 
 def rate_case(device: str) -> dict:
@@ -194,7 +215,7 @@ def main() -> None:
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     cli = parser(__doc__)
-    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6B", "1.7B", "4B"], help="models")
+    cli.add_argument("--sizes", nargs="+", choices=MODELS, default=["0.6B", "1.7B", "4B"], help="models")
     cli.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384], help="tokens of a step's micro-batch")
     cli.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
     cli.add_argument("--warmup", type=int, default=4, help="steps before them (default 4)")

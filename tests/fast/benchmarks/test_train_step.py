@@ -14,10 +14,12 @@ def test_work_of_a_step(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "path", [*sys.path])  # the benchmark adds the root to it
     import train_step
+    from sleep_wake import SIZES
+    from slices import write_config
 
     length, prompt = train_step.TINY_LENGTH, train_step.TINY_PROMPT
-    hidden, layers, _, heads, _, vocabulary, _ = train_step.SIZES["tiny"]
-    train_step.write_checkpoint_config(tmp_path, "tiny")
+    hidden, layers, _, heads, _, vocabulary, _ = SIZES["tiny"]
+    write_config(tmp_path, "tiny")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, length, dtype=torch.int64)).logits.sum().backward()
