@@ -28,7 +28,8 @@ class MegatronConfig(Section):
     )
     bias_swiglu_fusion: bool | None = Field(
         None,
-        description="Compile SwiGLU into one kernel. Unset: on with cuda. Only where a model has it and no experts.",
+        description="Compile SwiGLU into one kernel. Unset: on with cuda. Only where a model has it; experts' always "
+        "is on a GPU.",
     )
     # A chunk's float32 logits are 1.2 GB at a vocabulary of 151,936. Much smaller ones make the sum of the output
     # weight's gradient, which is read and written once a chunk, cost as much as the products themselves.

@@ -11,7 +11,9 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter (or, stacked, one of each expert) and the Hugging Face tensors that it holds.
+    """One Megatron parameter, or one expert's part of it, and the Hugging Face tensors that it holds.
+
+    The experts of a rank are one parameter, along dimension 0.
 
     Args:
         kind: how the parameter is cut from the tensors; an expert's by expert tensor parallelism, others by tensor
@@ -21,8 +23,8 @@ class Entry:
         shapes: one for each.
         load_only: a copy of a tensor that another stage owns (the tied head): loaded, never gathered.
         ep_rank: for one expert's weight, the only expert-parallel rank that holds it.
-        stacked: `megatron_name` has "{}" for the number of a local expert; the checkpoint's tensors hold all experts
-            along dimension 0, of which a rank holds its share.
+        expert: for one expert's weight, its number among those of that rank.
+        stacked: the checkpoint's tensors hold all experts along dimension 0, of which a rank holds its share.
         atomic: entries with the same key must reach an engine in one call.
     """
 
@@ -32,6 +34,7 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...]
     load_only: bool = False
     ep_rank: int | None = None
+    expert: int | None = None
     stacked: bool = False
     atomic: str | None = None
 

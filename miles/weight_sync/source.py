@@ -8,16 +8,28 @@ import torch
 
 from miles.hf.checkpoint import CheckpointIndex
 
-# From a parameter or buffer of this rank to a tensor of its shape and dtype with its current values, on its device: a
-# fresh one, or its own memory. It is not written to.
-Read = Callable[[torch.Tensor], torch.Tensor]
 # Takes the name and the full value of a tensor of the source, which is copied.
 Write = Callable[[str, torch.Tensor], None]
 
 
-def live(parameter: torch.Tensor) -> torch.Tensor:
+class Read(Protocol):
+    """From a parameter or buffer of this rank to a tensor of its dtype with its current values, on its device.
+
+    A fresh tensor, or its own memory: it is not written to. `expert`: of a parameter that holds several experts along
+    dimension 0, the one that is wanted; None for all of it.
+    """
+
+    def __call__(self, parameter: torch.Tensor, expert: int | None = None, /) -> torch.Tensor: ...
+
+
+def live(parameter: torch.Tensor, expert: int | None = None) -> torch.Tensor:
     """The `Read` of a model whose parameters are in memory."""
-    return parameter.detach()
+    return parameter.detach() if expert is None else parameter.detach()[expert]
+
+
+def part_shape(parameter: torch.Tensor, expert: int | None) -> torch.Size:
+    """The shape of what `Read` gives."""
+    return parameter.shape if expert is None else parameter.shape[1:]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints into a Megatron model, whose parts are matched with the checkpoint's tensors."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,13 +61,13 @@ def untrained_names(index: CheckpointIndex, family: Family, hf_config: PreTraine
     return [name for name in index.files if name.startswith(prefixes)]
 
 
-def rounded_names(index: CheckpointIndex, own: list[tuple[Entry, list[torch.Tensor]]]) -> list[str]:
+def rounded_names(index: CheckpointIndex, own: list[tuple[Entry, torch.Tensor]]) -> list[str]:
     """The weights of a half-precision checkpoint that it keeps in float32 and the model doesn't."""
     wide = [
         name
-        for entry, parameters in own
+        for entry, parameter in own
         for name in entry.hf_names
-        if index.dtypes[name] == "F32" and parameters[0].element_size() < torch.float32.itemsize
+        if index.dtypes[name] == "F32" and parameter.element_size() < torch.float32.itemsize
     ]
     return wide if any(dtype in ("F16", "BF16") for dtype in index.dtypes.values()) else []
 
@@ -102,12 +101,14 @@ def load_into(
     untrained = untrained_names(index, family, hf_config)
     if untrained:
         logger.info("not trained nor sent to engines, exported as they are: %s", some_of(untrained))
-    own: list[tuple[Entry, list[torch.Tensor]]] = []
+    own: list[tuple[Entry, torch.Tensor]] = []
+    filled = 0
     for number, chunk in enumerate(chunks):
         targets = model_tensors(chunk)
         held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
-        check_parameters(targets, [replace(entry, megatron_name=name) for entry, names in held for name in names])
-        own += [(entry, [targets[name] for name in names]) for entry, names in held]
+        check_parameters(targets, held)
+        own += [(entry, entry_part(entry, targets[entry.megatron_name])) for entry in held]
+        filled += len(targets)
     rounded = rounded_names(index, own)
     if rounded:
         logger.warning(
@@ -120,27 +121,27 @@ def load_into(
     def last_file(entry: Entry) -> Path:
         return max((index.files[name] for name in entry.hf_names), key=place.__getitem__)
 
-    for entry, tensors in sorted(own, key=lambda item: place[last_file(item[0])]):
-        _fill(entry, tensors, index, parallel)
+    for entry, target in sorted(own, key=lambda item: place[last_file(item[0])]):
+        _fill(entry, target, index, parallel)
         index.close(keep=last_file(entry))
     index.close()
-    return sum(len(tensors) for _, tensors in own)
+    return filled
 
 
 @torch.no_grad()
-def _fill(entry: Entry, targets: list[torch.Tensor], index: CheckpointIndex, parallel: ParallelInfo) -> None:
-    first = parallel.ep_rank * len(targets)
-    part = slice(first, first + len(targets)) if entry.stacked else slice(None)
-    values = [index.read(name, part, targets[0].dtype, targets[0].device) for name in entry.hf_names]
+def _fill(entry: Entry, target: torch.Tensor, index: CheckpointIndex, parallel: ParallelInfo) -> None:
+    part = slice(None)
+    if entry.stacked:
+        part = slice(parallel.ep_rank * len(target), (parallel.ep_rank + 1) * len(target))
+    values = [index.read(name, part, target.dtype, target.device) for name in entry.hf_names]
     rank, size = _place(entry, parallel)
-    value = entry.kind.split(values, rank, size)
-    for target, own in zip(targets, value if entry.stacked else [value], strict=True):
-        if own.shape != target.shape:
-            raise UserError(
-                f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(own.shape)} from "
-                f"{', '.join(entry.hf_names)} at {'expert ' if entry.is_expert else ''}tensor parallel size {size}"
-            )
-        target.copy_(own)
+    own = entry.kind.split(values, rank, size)
+    if own.shape != target.shape:
+        raise UserError(
+            f"{entry.megatron_name} has shape {list(target.shape)} in the model and {list(own.shape)} from "
+            f"{', '.join(entry.hf_names)} at {'expert ' if entry.is_expert else ''}tensor parallel size {size}"
+        )
+    target.copy_(own)
 
 
 def _place(entry: Entry, parallel: ParallelInfo) -> tuple[int, int]:
@@ -157,16 +158,15 @@ def chunk_entries(
     return family.entries(hf_config, layers, first, last, parallel.ep_size)
 
 
-def held_entries(entries: list[Entry], parallel: ParallelInfo) -> list[tuple[Entry, list[str]]]:
-    """The entries of which this rank has something, and the names of its parameters: several where experts stack."""
-    held = []
-    for entry in entries:
-        if entry.stacked:
-            experts = entry.shapes[0][0] // parallel.ep_size
-            held.append((entry, [entry.megatron_name.format(expert) for expert in range(experts)]))
-        elif entry.ep_rank in (None, parallel.ep_rank):
-            held.append((entry, [entry.megatron_name]))
-    return held
+def held_entries(entries: list[Entry], parallel: ParallelInfo) -> list[Entry]:
+    """The entries of which this rank has something."""
+    return [entry for entry in entries if entry.ep_rank in (None, parallel.ep_rank)]
+
+
+@torch.no_grad()
+def entry_part(entry: Entry, parameter: torch.Tensor) -> torch.Tensor:
+    """What of the parameter the entry is about: all of it, or a view of one expert's part."""
+    return parameter if entry.expert is None else parameter[entry.expert]
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -179,14 +179,18 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_parameters(targets: dict[str, torch.Tensor], entries: list[Entry]) -> None:
-    """Check that each parameter of the stage has exactly one entry.
+    """Check that each parameter of the stage, or each expert's part of it, has exactly one entry.
 
     Raises:
         ValueError: it lists the names that differ.
     """
-    named = [entry.megatron_name for entry in entries]
-    assert len(set(named)) == len(named), "an entry list names a parameter twice"
-    without_value, without_parameter = sorted(targets.keys() - set(named)), sorted(set(named) - targets.keys())
+    named: dict[str, list[int | None]] = {}
+    for entry in entries:
+        named.setdefault(entry.megatron_name, []).append(entry.expert)
+    for name in named.keys() & targets.keys():
+        parts = [None] if named[name][0] is None else list(range(len(targets[name])))
+        assert named[name] == parts, f"the entries name {name} twice, or not all of its experts"
+    without_value, without_parameter = sorted(targets.keys() - named.keys()), sorted(named.keys() - targets.keys())
     if without_value or without_parameter:
         raise UserError(
             "the Megatron model and its family's entries differ: parameters without a value: "

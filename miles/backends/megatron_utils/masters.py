@@ -10,6 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from miles.backends.megatron_utils.torch_adam import megatron_optimizers
 from miles.utils.errors import UserError
+from miles.weight_sync.source import part_shape
 
 SHOWN = 8
 
@@ -63,22 +64,25 @@ class MasterWeights:
             )
 
     @torch.no_grad()
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter of the model: a fresh tensor of its shape and dtype, on its device.
+    def read(self, parameter: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """The values of a parameter of the model, or of one expert's part of it: a fresh tensor on its device.
 
-        The parameter's own memory is not touched. Takes, besides the result, an fp32 copy of this rank's range.
+        The parameter's own memory is not touched. Takes, besides the result, an fp32 copy of this rank's range of it.
         """
-        optimizer = self._optimizer_of[parameter]
-        values = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        optimizer, shape = self._optimizer_of[parameter], part_shape(parameter, expert)
+        values = torch.zeros(shape.numel(), dtype=parameter.dtype, device=parameter.device)
         if parameter in self._masters:
-            own = optimizer._get_model_param_range_map(parameter)["param"]
-            # Moved first: a host copies faster than it converts.
-            values[own.start : own.end] = self._contents(self._masters[parameter]).to(parameter.device)
+            own, first = optimizer._get_model_param_range_map(parameter)["param"], (expert or 0) * shape.numel()
+            start, end = max(own.start, first), min(own.end, first + shape.numel())
+            if start < end:
+                master = self._contents(self._masters[parameter])[start - own.start : end - own.start]
+                # Moved first: a host copies faster than it converts.
+                values[start - first : end - first] = master.to(parameter.device)
         # The group is asked for only where it is used: a sleep destroys it, and a new one is set afterwards.
         if optimizer.buffers[0].data_parallel_world_size > 1:
             # As bytes, of which all but one rank's are zero: a sum of bf16 numbers would turn -0.0 into 0.0.
             dist.all_reduce(values.view(torch.uint8), group=optimizer.data_parallel_group)
-        return values.view(parameter.shape)
+        return values.view(shape)
 
     @torch.no_grad()
     def rebuild(self) -> None:

@@ -103,11 +103,8 @@ def transformer_config(config: RunConfig, hf_config) -> TransformerConfig:
 
 
 def _has_plain_swiglu(model: dict) -> bool:
-    """Whether Megatron's fused SwiGLU computes what these fields of TransformerConfig describe.
-
-    With experts it does not pay: each has its own number of tokens, and it is compiled anew for many of them.
-    """
-    changed = {"glu_linear_offset", "activation_func_clamp_value", "num_moe_experts"} & model.keys()
+    """Whether Megatron's fused SwiGLU computes what these fields of TransformerConfig describe."""
+    changed = {"glu_linear_offset", "activation_func_clamp_value"} & model.keys()
     return model.get("activation_func") is F.silu and bool(model.get("gated_linear_unit")) and not changed
 
 

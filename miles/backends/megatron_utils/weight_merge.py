@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from miles.hf.entries import HEAD, Entry
 from miles.hf.parallel import Group, ParallelInfo
-from miles.weight_sync.source import Read, Write
+from miles.weight_sync.source import Read, Write, part_shape
 
 # Tensors of one gather call start at multiples of this many bytes, so that each can be viewed as its dtype.
 ALIGNMENT = 16
@@ -16,15 +16,25 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class HeldEntry:
-    """An entry and this rank's parameters of it: one, or one of each of its experts.
+    """An entry and the parameter of this rank that holds it.
 
     Args:
         with_head: its tensor is given under the name of the head too.
     """
 
     entry: Entry
-    parameters: list[torch.Tensor]
+    parameter: torch.Tensor
     with_head: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the parameter, or of one expert's part."""
+        return part_shape(self.parameter, self.entry.expert)
+
+    @property
+    def nbytes(self) -> int:
+        """As `shape`."""
+        return self.shape.numel() * self.parameter.element_size()
 
 
 class Merge:
@@ -55,20 +65,21 @@ class Merge:
             if entry.stacked:
                 self._stacked(each)
             elif size == 1 or not entry.kind.sharded:
-                self._put(each, [self._value(entry, each.parameters[0])])
+                self._put(each, [self._value(each)])
             else:
                 (experts if entry.is_expert else dense).append(each)
         self._gather(dense, limit, parallel.tp_size, parallel.tp_group)
         self._gather(experts, limit, parallel.etp_size, parallel.etp_group)
 
-    def _value(self, entry: Entry, parameter: torch.Tensor) -> torch.Tensor:
+    def _value(self, held: HeldEntry) -> torch.Tensor:
+        entry, parameter = held.entry, held.parameter
         try:
-            value = self.read(parameter)
+            value = self.read(parameter, entry.expert)
         except Exception as error:
             error.add_note(f"{entry.megatron_name} could not be read")
             self.failure = self.failure or error
-            return torch.empty_like(parameter, device=self.device)
-        assert (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device), (
+            return torch.empty(held.shape, dtype=parameter.dtype, device=self.device)
+        assert (value.shape, value.dtype, value.device) == (held.shape, parameter.dtype, parameter.device), (
             f"{entry.megatron_name}: {tuple(value.shape)} {value.dtype} {value.device} was read"
         )
         return value
@@ -85,25 +96,23 @@ class Merge:
             starts, end = [], 0
             for each in batch:
                 starts.append(end)
-                end += _aligned(each.parameters[0])
+                end += _aligned(each)
             shards = self._all_shards(batch, starts, end, size, group)
             for each, start in zip(batch, starts, strict=True):
-                self._put(each, [_piece(shard, start, each.parameters[0]) for shard in shards])
+                self._put(each, [_piece(shard, start, each) for shard in shards])
             del shards
 
     def _all_shards(self, batch: list[HeldEntry], starts: list[int], end: int, size: int, group: Group) -> torch.Tensor:
         """uint8 [size, end]: the batch's parameters of every rank of a group, each from its start on."""
         flat = torch.empty(end, dtype=torch.uint8, device=self.device)
         for each, start in zip(batch, starts, strict=True):
-            (parameter,) = each.parameters
-            _piece(flat, start, parameter).copy_(self._value(each.entry, parameter))
+            _piece(flat, start, each).copy_(self._value(each))
         return _gathered(flat, size, group)
 
     def _stacked(self, held: HeldEntry) -> None:
         """Write an entry whose tensors hold all experts: those of this rank, of all ranks, then of all their shards."""
         entry, parallel = held.entry, self.parallel
-        value = torch.stack([self._value(entry, parameter) for parameter in held.parameters])
-        value = _gathered(value, parallel.ep_size, parallel.ep_group).flatten(0, 1)
+        value = _gathered(self._value(held), parallel.ep_size, parallel.ep_group).flatten(0, 1)
         if entry.kind.sharded:
             self._put(held, list(_gathered(value, parallel.etp_size, parallel.etp_group)))
         else:
@@ -120,7 +129,7 @@ def _batches(held: list[HeldEntry], limit: int) -> Iterator[list[HeldEntry]]:
     batch: list[HeldEntry] = []
     filled = 0
     for each in held:
-        nbytes = _aligned(each.parameters[0])
+        nbytes = _aligned(each)
         if batch and filled + nbytes > limit:
             yield batch
             batch, filled = [], 0
@@ -130,13 +139,13 @@ def _batches(held: list[HeldEntry], limit: int) -> Iterator[list[HeldEntry]]:
         yield batch
 
 
-def _aligned(parameter: torch.Tensor) -> int:
-    return -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+def _aligned(held: HeldEntry) -> int:
+    return -(-held.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _piece(flat: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes from `start` as a tensor of the shape and dtype of `like`."""
-    return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
+def _piece(flat: torch.Tensor, start: int, held: HeldEntry) -> torch.Tensor:
+    """The bytes from `start` as a tensor of the shape and dtype of an entry."""
+    return flat[start : start + held.nbytes].view(held.parameter.dtype).view(held.shape)
 
 
 def _gathered(value: torch.Tensor, size: int, group: Group) -> torch.Tensor:

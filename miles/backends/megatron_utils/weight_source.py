@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -102,17 +102,15 @@ class MegatronWeights:
         self.parallel, self.index, self.read, self.copies = parallel, index, read, copies
         self.planned = plan_entries(family, hf_config, parallel, index)
         self.untrained: Sequence[str] = untrained_names(index, family, hf_config)
-        # Of every entry of a chunk that this rank has something of: one parameter, or one of each of its experts.
-        self.held: dict[tuple[int, Entry], list[torch.Tensor]] = {}
+        # Of every entry of a chunk that this rank has something of.
+        self.held: dict[tuple[int, Entry], torch.Tensor] = {}
         for number, chunk in enumerate(chunks):
             parameters = model_tensors(chunk)
             held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
-            check_parameters(
-                parameters, [replace(entry, megatron_name=name) for entry, names in held for name in names]
-            )
-            for entry, names in held:
-                self.held[number, entry] = [parameters[name] for name in names]
-        self.device = next(iter(self.held.values()))[0].device
+            check_parameters(parameters, held)
+            for entry in held:
+                self.held[number, entry] = parameters[entry.megatron_name]
+        self.device = next(iter(self.held.values())).device
         self.stage, self.stages = parallel.pp_rank, parallel.pp_size
 
     def parts(self, limit: int) -> list[SourcePart]:
@@ -134,7 +132,7 @@ class MegatronWeights:
         """Of every planned entry. Only those who hold it know."""
         codes = torch.zeros(len(self.planned), dtype=torch.int32)
         for number, planned in enumerate(self.planned):
-            for parameter in self._parameters(planned):
+            if (parameter := self._parameter(planned)) is not None:
                 codes[number] = 1 + DTYPES.index(parameter.dtype)
         codes, parallel = codes.to(self.device), self.parallel
         for size, group in ((parallel.ep_size, parallel.ep_group), (parallel.pp_size, parallel.pp_group)):
@@ -143,9 +141,9 @@ class MegatronWeights:
         assert codes.min() > 0, "no rank holds an entry"
         return [DTYPES[code - 1] for code in codes.tolist()]
 
-    def _parameters(self, planned: PlannedEntry) -> list[torch.Tensor]:
-        """Those of this rank."""
-        return self.held.get((planned.chunk, planned.entry), []) if planned.stage == self.stage else []
+    def _parameter(self, planned: PlannedEntry) -> torch.Tensor | None:
+        """That of this rank, if it has one."""
+        return self.held.get((planned.chunk, planned.entry)) if planned.stage == self.stage else None
 
     def _shards_of(self, entry: Entry) -> int:
         return self.parallel.etp_size if entry.is_expert else self.parallel.tp_size
@@ -153,9 +151,9 @@ class MegatronWeights:
     def fill(self, parts: Sequence[SourcePart], limit: int, write: Write) -> Exception | None:
         """See `WeightSource`."""
         held = [
-            HeldEntry(planned.entry, parameters, planned.with_head)
+            HeldEntry(planned.entry, parameter, planned.with_head)
             for planned in (part.key for part in parts)
-            if (parameters := self._parameters(planned))
+            if (parameter := self._parameter(planned)) is not None
         ]
         merge = Merge(self.parallel, self.device, self.read, write)
         merge.run(held, limit)

@@ -106,8 +106,8 @@ class Groups(Protocol):
 class Masters(Protocol):
     """Weights of the model from the optimizer's more precise ones. Ranks that share them call it together."""
 
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter, whose own memory is not touched."""
+    def read(self, parameter: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """The values of a parameter, or of one expert's part of it; its own memory is not touched."""
         ...
 
     def rebuild(self) -> None:

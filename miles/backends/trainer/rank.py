@@ -162,9 +162,9 @@ class RankActor:
         weights = self.model.weight_source(self._read_weight, copies=self.residency is not None)
         self.updater = WeightUpdater(weights, engines, trainer, settings)
 
-    def _read_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter or a buffer, awake or asleep."""
-        return live(weight) if self.residency is None else self.residency.read_weight(weight)
+    def _read_weight(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """The values of a parameter or a buffer, or of one expert's part, awake or asleep."""
+        return live(weight, expert) if self.residency is None else self.residency.read_weight(weight, expert)
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`, awake or asleep; metrics on rank 0."""

@@ -28,6 +28,7 @@ from miles.residency.plan import Move, Party, Place, Policy, Region, back, start
 from miles.residency.state import ResidencyError
 from miles.utils.host_memory import resident_bytes
 from miles.utils.units import GB
+from miles.weight_sync.source import live, part_shape
 
 logger = logging.getLogger(__name__)
 
@@ -118,31 +119,41 @@ class TrainerResidency:
 
     # Reading
 
-    def read_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of a parameter, or of a buffer of the model, on the device, wherever they are. Don't write to it.
+    def read_weight(self, parameter: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """The values of a parameter or a buffer of the model, or one expert's part, on the device, wherever they are.
 
+        Don't write to them.
         With rematerialisation all data-parallel ranks must call it together while the weights are away.
         """
         if isinstance(parameter, torch.nn.Parameter) and self.places[Region.WEIGHTS] is Place.DROPPED:
             assert self.masters is not None
-            return self.masters.read(parameter)
-        return self.read(parameter).to(self.device, non_blocking=True)
+            return self.masters.read(parameter, expert)
+        return self.read(parameter, expert).to(self.device, non_blocking=True)
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a weight, master or moment: itself on the GPU, else a tensor on the host. Don't write to it."""
+    def read(self, tensor: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        """The values of a weight (or one expert's part), master or moment: itself on the GPU, else on the host.
+
+        Don't write to them.
+        """
         for region, buffers in self.buffers.items():
             for index, buffer in enumerate(buffers):
                 inside = span(buffer, tensor)
                 if inside is not None:
-                    return self._read(region, index, tensor, *inside)
-        return tensor.detach()
+                    return self._read(region, index, tensor, expert, *inside)
+        return live(tensor, expert)
 
-    def _read(self, region: Region, index: int, tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    def _read(
+        self, region: Region, index: int, tensor: torch.Tensor, expert: int | None, offset: int, nbytes: int
+    ) -> torch.Tensor:
         if self.places[region] is Place.GPU:
-            return tensor.detach()
+            return live(tensor, expert)
         if self.places[region] is not self.store.place:
             raise ResidencyError(f"{self.party} {region} is {self.places[region]}: it can't be read")
-        return self.store.read(_key(region, index), offset, nbytes).view(tensor.dtype).view(tensor.shape)
+        if expert is not None:
+            nbytes //= len(tensor)
+            offset += expert * nbytes
+        value = self.store.read(_key(region, index), offset, nbytes)
+        return value.view(tensor.dtype).view(part_shape(tensor, expert))
 
     # Moves
 

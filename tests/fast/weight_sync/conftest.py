@@ -14,6 +14,7 @@ from miles.hf.layouts import Column, Gated, Qkv, Replicated, Row, Vocab
 from miles.weight_sync.bucket import views
 from miles.weight_sync.format import CheckpointFormat
 from miles.weight_sync.gather import Gatherer
+from miles.weight_sync.source import live
 from miles.weight_sync.updater import SyncSettings
 
 
@@ -42,7 +43,7 @@ def fall_asleep(*models):
     for parameter in copies:
         parameter.untyped_storage().resize_(0)
     # Not the same memory twice: a copy on a GPU is new each time.
-    return lambda parameter: copies[parameter].clone()
+    return lambda parameter, expert=None: live(copies[parameter], expert).clone()
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ class ExpertFamily(Family):
             ]
             for expert in range(self.experts):
                 owner, own = divmod(expert, self.experts // ep_size)
-                there, here = f"{hf}experts.{expert}.", f"{name}experts.{own}."
+                there, here, held = f"{hf}experts.{expert}.", name + "experts.", dict(ep_rank=owner, expert=own)
                 gated = (there + "gate.weight", there + "up.weight")
-                found.append(Entry(Gated(), here + "fc1", gated, ((f, h), (f, h)), ep_rank=owner))
-                found.append(Entry(Row(), here + "fc2", (there + "down.weight",), ((h, f),), ep_rank=owner))
+                found.append(Entry(Gated(), here + "fc1", gated, ((f, h), (f, h)), **held))
+                found.append(Entry(Row(), here + "fc2", (there + "down.weight",), ((h, f),), **held))
             stacked = ((self.experts, f, 2),)
-            found.append(Entry(StackedColumn(), name + "experts.{}.sink", (hf + "sinks",), stacked, stacked=True))
+            found.append(Entry(StackedColumn(), name + "experts.sink", (hf + "sinks",), stacked, stacked=True))
         if last_stage:
             found.append(Entry(Vocab(self.vocab), "output_layer.weight", (HEAD,), ((self.vocab, h),)))
         return found
@@ -113,19 +114,21 @@ def expert_chunk(index, parallel, chunk):
     layers = parallel.chunk_layers
     place, last = (parallel.pp_rank, chunk), (len(layers) - 1, len(layers[0]) - 1)
     module = torch.nn.Module()
+    experts: dict[str, list[torch.Tensor]] = {}
     for entry in ExpertFamily().entries(
         None, layers[parallel.pp_rank][chunk], place == (0, 0), place == last, parallel.ep_size
     ):
         tensors = [index.read(name).clone() for name in entry.hf_names]
         if entry.stacked:
             cut = entry.kind.split(tensors, parallel.etp_rank, parallel.etp_size)
-            for number, value in enumerate(cut.chunk(parallel.ep_size)[parallel.ep_rank]):
-                add_parameter(module, entry.megatron_name.format(number), value.clone())
+            add_parameter(module, entry.megatron_name, cut.chunk(parallel.ep_size)[parallel.ep_rank].clone())
         elif entry.ep_rank is None:
             add_parameter(module, entry.megatron_name, entry.kind.split(tensors, parallel.tp_rank, parallel.tp_size))
         elif entry.ep_rank == parallel.ep_rank:
             value = entry.kind.split(tensors, parallel.etp_rank, parallel.etp_size)
-            add_parameter(module, entry.megatron_name, value)
+            experts.setdefault(entry.megatron_name, []).append(value)
+    for name, values in experts.items():
+        add_parameter(module, name, torch.stack(values))
     return module
 
 

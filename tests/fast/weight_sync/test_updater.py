@@ -94,7 +94,7 @@ def main(rank, world_size, store, folder, task):
         read = fall_asleep(*chunks) if version == len(task["updates"]) else live
         started, error = time.monotonic(), ""
         try:
-            update(updater, version, lambda parameter, read=read, version=version: read(parameter) * version)
+            update(updater, version, lambda *part, read=read, version=version: read(*part) * version)
         except Exception as failure:
             error = one_line(failure)
         assert expected in error and bool(expected) == bool(error), error
@@ -203,12 +203,12 @@ def test_runs_that_share_a_disk_folder_do_not_meet(one_process, make_engine, tmp
     (updater, _), (another, _) = one_process([target(engine)], **changes), one_process([target(engine)], **changes)
     seen = []
 
-    def read(parameter):
+    def read(parameter, expert=None):
         if not seen:
             seen.append(list(folder.iterdir()))
             update(another, 1, live)
             assert list(folder.iterdir()) == seen[0]
-        return parameter.detach() * 2
+        return live(parameter, expert) * 2
 
     update(updater, 2, read)
     assert len(seen[0]) == 1 and list(folder.iterdir()) == []
@@ -219,7 +219,7 @@ def test_a_rank_that_can_not_read_says_so(one_process, make_engine):
     engine = make_engine()
     updater, _ = one_process([target(engine, [0])])
 
-    def read(parameter):
+    def read(parameter, expert=None):
         raise OSError("injected")
 
     with pytest.raises(OSError, match="injected") as caught:
@@ -234,10 +234,10 @@ def test_a_bucket_is_made_while_an_engine_takes_the_last(one_process, make_engin
     updater, _ = one_process([target(engine, None if remote else [0])])
     reads = []
 
-    def read(parameter):
+    def read(parameter, expert=None):
         time.sleep(0.003)  # the engine hears of a bucket a moment after it was sent
         reads.append(time.monotonic())
-        return parameter.detach()
+        return live(parameter, expert)
 
     update(updater, 1, read)
     assert len(engine.times) >= 3

@@ -1,5 +1,6 @@
 """What families with experts have in common: their weights and a router."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,13 +12,13 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_entries(
-    hf: str, megatron: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_NAMES, ep_rank: int | None = None
+    hf: str, megatron: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_NAMES
 ) -> list[Entry]:
     """The two parameters of one gated MLP. `hf` and `megatron` are name prefixes, `names` the tensors' own."""
     gate, up, down = (f"{hf}{name}.weight" for name in names)
     return [
-        Entry(Gated(), megatron + "linear_fc1.weight", (gate, up), ((ffn, hidden), (ffn, hidden)), ep_rank=ep_rank),
-        Entry(Row(), megatron + "linear_fc2.weight", (down,), ((hidden, ffn),), ep_rank=ep_rank),
+        Entry(Gated(), megatron + "linear_fc1.weight", (gate, up), ((ffn, hidden), (ffn, hidden))),
+        Entry(Row(), megatron + "linear_fc2.weight", (down,), ((hidden, ffn),)),
     ]
 
 
@@ -32,20 +33,13 @@ def expert_entries(
 ) -> list[Entry]:
     """All experts of a layer, each a gated MLP of its own, with their owners among `ep_size` ranks.
 
-    hf: the prefix of the experts' numbers; megatron: that of `local_experts`.
+    hf: the prefix of the experts' numbers; megatron: that of the parameters that hold a rank's experts.
     """
     local = experts // ep_size
     return [
-        entry
+        replace(entry, ep_rank=expert // local, expert=expert % local)
         for expert in range(experts)
-        for entry in gated_entries(
-            f"{hf}{expert}.",
-            f"{megatron}local_experts.{expert % local}.",
-            hidden,
-            ffn,
-            names,
-            ep_rank=expert // local,
-        )
+        for entry in gated_entries(f"{hf}{expert}.", megatron, hidden, ffn, names)
     ]
 
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils.families.base import Family, layer_type_problems, layer_window
 from miles.backends.megatron_utils.parts.attention import AttentionOptions
-from miles.backends.megatron_utils.parts.expert_row import ExpertRow
-from miles.backends.megatron_utils.parts.specs import moe_layer, moe_mlp
+from miles.backends.megatron_utils.parts.specs import moe_layer
 from miles.hf.entries import Entry, norm_entry
 from miles.hf.expert_layouts import FusedDown, FusedGateUp
 from miles.hf.layouts import Column, Replicated
@@ -51,7 +50,7 @@ class GptOss(Family):
 
     def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
         options = self.attention_options(hf_config, layer)
-        return moe_layer(megatron_config, options, mlp=moe_mlp(expert_row=ExpertRow))
+        return moe_layer(megatron_config, options)
 
     def layer_entries(
         self, hf_config: PreTrainedConfig, layer: int, hf: str, megatron: str, ep_size: int
@@ -61,7 +60,7 @@ class GptOss(Family):
         attn, attention, mlp = hf + "self_attn.", megatron + "self_attention.", megatron + "mlp."
 
         def fused(kind, part: str, name: str, *shape: int) -> Entry:
-            megatron_name = mlp + "experts.local_experts.{}." + part
+            megatron_name = mlp + "experts." + part
             return Entry(kind, megatron_name, (hf + "mlp.experts." + name,), ((experts, *shape),), stacked=True)
 
         return [

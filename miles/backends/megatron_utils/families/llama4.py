@@ -92,7 +92,7 @@ class Llama4(Family):
             return found + gated_entries(forward, mlp, hidden, hf_config.intermediate_size_mlp)
 
         def fused(kind, part: str, name: str, *shape: int) -> Entry:
-            megatron_name = mlp + "experts.local_experts.{}." + part
+            megatron_name = mlp + "experts." + part
             return Entry(kind, megatron_name, (forward + "experts." + name,), ((experts, *shape),), stacked=True)
 
         return [

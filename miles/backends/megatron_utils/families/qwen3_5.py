@@ -63,11 +63,10 @@ class Qwen3_5Moe(Qwen3_5):
         if not sees(hf_config):
             return super().expert_entries(hf_config, hf, megatron, ep_size)
         hidden, experts, ffn = hf_config.hidden_size, hf_config.num_experts, hf_config.moe_intermediate_size
-        own = megatron + "local_experts.{}."
         gate_up, down = (experts, 2 * ffn, hidden), (experts, hidden, ffn)
         return [
-            Entry(StackedGateUp(), own + "linear_fc1.weight", (hf + "gate_up_proj",), (gate_up,), stacked=True),
-            Entry(StackedDown(), own + "linear_fc2.weight", (hf + "down_proj",), (down,), stacked=True),
+            Entry(StackedGateUp(), megatron + "linear_fc1.weight", (hf + "gate_up_proj",), (gate_up,), stacked=True),
+            Entry(StackedDown(), megatron + "linear_fc2.weight", (hf + "down_proj",), (down,), stacked=True),
         ]
 
 

@@ -13,8 +13,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,6 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from miles.backends.megatron_utils.parts.attention import AttentionOptions, PackedAttention
+from miles.backends.megatron_utils.parts.expert_layer import ExpertLayer
+from miles.backends.megatron_utils.parts.experts import GroupedExperts
 from miles.backends.megatron_utils.parts.norms import RMSNorm
 
 # The names that Transformer Engine's fused layers have in a Megatron checkpoint, so that both read the same files.
@@ -68,20 +69,16 @@ def dense_mlp(row: type = RowParallelLinear) -> Callable:
     return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row))
 
 
-def moe_mlp(
-    expert_row: type = RowParallelLinear, shared_experts: type = SharedExpertMLP, router: Callable = TopKRouter
-) -> Callable:
-    """Experts computed one after another, and shared ones where the model has `moe_shared_expert_intermediate_size`.
+def moe_mlp(shared_experts: type = SharedExpertMLP, router: Callable = TopKRouter) -> Callable:
+    """Experts, and shared ones where the model has `moe_shared_expert_intermediate_size`.
 
-    expert_row: an expert's second projection. shared_experts: the class of the shared ones. router: sends tokens to
-    experts.
+    shared_experts: the class of the shared ones. router: sends tokens to experts.
     """
     shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=expert_row)
     return partial(
-        MoELayer,
+        ExpertLayer,
         submodules=MoESubmodules(
-            experts=partial(SequentialMLP, submodules=own),
+            experts=GroupedExperts,
             shared_experts=partial(shared_experts, submodules=shared),
             router=router,
         ),

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.parts.attention import PackedAttention
+from miles.backends.megatron_utils.parts.experts import ExpertLinear, GroupedExperts
+from miles.backends.megatron_utils.parts.grouped import Groups
 from miles.backends.megatron_utils.parts.packed import PackedSequences
 from miles.backends.megatron_utils.parts.rope import rotate
 from miles.utils.errors import UserError
@@ -96,7 +99,51 @@ def _classes() -> dict[type, type]:
         def __init__(self, *args, config, **kwargs):
             super().__init__(*args, config=accumulating(config), **kwargs)
 
-    return {ColumnParallelLinear: Column, RowParallelLinear: Row, PackedAttention: EngineAttention}
+    return {
+        ColumnParallelLinear: Column,
+        RowParallelLinear: Row,
+        PackedAttention: EngineAttention,
+        GroupedExperts: EngineExperts,
+    }
+
+
+class EngineExpertLinear(ExpertLinear):
+    """In FP8 through Transformer Engine's GroupedLinear; in bf16 as `ExpertLinear`, which waits for no counts.
+
+    GroupedLinear takes one weight an expert: it is lent views of the one parameter, and has none itself.
+    """
+
+    def __init__(self, experts: int, outputs: int, inputs: int, cut: int, config: TransformerConfig):
+        super().__init__(experts, outputs, inputs, cut, config)
+        self._engine: dict[str, Any] = {}  # not modules of this one: they have no state
+        if config.fp8 is not None:
+            from transformer_engine.pytorch import Fp8Padding, Fp8Unpadding, GroupedLinear
+
+            linear = GroupedLinear(
+                experts, inputs, outputs, bias=False, params_dtype=config.params_dtype, device="meta"
+            )
+            for expert in range(experts):
+                del linear._parameters[f"weight{expert}"]
+            self._engine = {"linear": linear, "pad": Fp8Padding(experts), "unpad": Fp8Unpadding(experts)}
+
+    def forward(self, x_TI: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """See `ExpertLinear`. FP8 products take rows by 16 or 32: each expert's are filled up with zeros."""
+        if not self._engine or not groups.rows:
+            return super().forward(x_TI, groups)
+        linear = self._engine["linear"]
+        for expert, weight_OI in enumerate(self.weight.unbind(0)):
+            setattr(linear, f"weight{expert}", weight_OI)
+        padded_TI, sizes = self._engine["pad"](x_TI, groups.sizes)
+        y_TO = linear(padded_TI, sizes)
+        for expert in range(len(self.weight)):
+            delattr(linear, f"weight{expert}")
+        return self._engine["unpad"](y_TO, groups.sizes)
+
+
+class EngineExperts(GroupedExperts):
+    """Experts with Transformer Engine's products."""
+
+    linear_class = EngineExpertLinear
 
 
 class EngineAttention(PackedAttention):

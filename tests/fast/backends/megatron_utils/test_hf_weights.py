@@ -132,16 +132,17 @@ class Experts(Family):
 
     def entries(self, hf_config, layers, first_stage, last_stage, ep_size=1):
         if hf_config.stacked:
-            return [Entry(Rows(), "experts.{}.weight", ("experts",), ((4, 6, 2),), stacked=True)]
+            return [Entry(Rows(), "experts.weight", ("experts",), ((4, 6, 2),), stacked=True)]
         return [
             Entry(Replicated(), "bias", ("bias",), ((3,),)),
             *(
                 Entry(
                     Column(),
-                    f"experts.{e % (4 // ep_size)}.weight",
+                    "experts.weight",
                     (f"expert_{e}",),
                     ((6, 2),),
                     ep_rank=e // (4 // ep_size),
+                    expert=e % (4 // ep_size),
                 )
                 for e in range(4)
             ),
@@ -167,12 +168,12 @@ def test_a_rank_reads_its_own_experts(tmp_path, stacked, monkeypatch):
     config = PreTrainedConfig(num_hidden_layers=1, tie_word_embeddings=False, stacked=stacked)
     read, whole = set(), CheckpointIndex.read
     monkeypatch.setattr(CheckpointIndex, "read", lambda self, name, *how: (read.add(name), whole(self, name, *how))[1])
-    model = Holder({"experts.0.weight": (3, 2), "experts.1.weight": (3, 2)} | ({} if stacked else {"bias": (3,)}))
+    model = Holder({"experts.weight": (2, 3, 2)} | ({} if stacked else {"bias": (3,)}))
     # Tensor parallelism of its own: the second half of an expert's rows on a rank with whole other layers.
     parallel = place(((range(1),),), tp=(0, 1), ep_rank=1, ep_size=2, etp_rank=1, etp_size=2)
     assert load_into([model], Experts(), config, tmp_path, parallel) == len(list(model.parameters()))
     for local, expert in enumerate((2, 3)):
-        assert torch.equal(model.experts._modules[str(local)].weight, weights[expert, 3:])
+        assert torch.equal(model.experts.weight[local], weights[expert, 3:])
     assert read == ({"experts"} if stacked else {"bias", "expert_2", "expert_3"})
 
 

@@ -44,13 +44,13 @@ def loaded(folder, parallel, dtype):
     family = family_for(hf_config)
     entries = family.entries(hf_config, range(2), True, True, parallel.ep_size)
     shapes = {}
-    for entry, names in held_entries(entries, parallel):
+    for entry in held_entries(entries, parallel):
         whole = [torch.empty(shape, device="meta") for shape in entry.shapes]
         if entry.stacked:
-            whole = [tensor[: len(names)] for tensor in whole]
+            whole = [tensor[: len(tensor) // parallel.ep_size] for tensor in whole]
         rank, size = (0, 1) if entry.is_expert else (parallel.tp_rank, parallel.tp_size)
         part = entry.kind.split(whole, rank, size)
-        shapes |= dict.fromkeys(names, part.shape[1:] if entry.stacked else part.shape)
+        shapes[entry.megatron_name] = part.shape if entry.expert is None else (entry.expert + 1, *part.shape)
     model = Holder(shapes, dtype)
     assert load_into([model], family, hf_config, folder, parallel) == len(shapes)
     return dict(model.named_parameters())

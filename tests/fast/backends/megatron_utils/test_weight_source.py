@@ -128,15 +128,15 @@ def fail_to_read(rank, gatherer, chunk):
     """One rank of the group can't read one parameter: it says so, and the others' calls come to their end."""
     broken = chunk.get_parameter("decoder.layers.1.q_a")
 
-    def read(parameter):
+    def read(parameter, expert=None):
         if rank == 1 and parameter is broken:
             raise OSError("injected")
-        return parameter.detach()
+        return live(parameter, expert)
 
     gatherer.source.read = read
     parameters = dict(chunk.named_parameters())
-    for (_, entry), held in gatherer.source.held.items():
-        held[:] = [parameters[entry.megatron_name.format(expert)] for expert in range(len(held))]
+    held = gatherer.source.held
+    held.update({key: parameters[key[1].megatron_name] for key in held})
     failures = [
         one_line(failure)
         for bucket in gatherer.buckets
@@ -211,7 +211,7 @@ def test_what_was_read_is_dropped(tmp_path):
     model, config = loaded_stage(folder, alone(3))
     given = []
 
-    def read(parameter):
+    def read(parameter, expert=None):
         assert all(storage() is None for storage in given)
         copy = parameter.detach().clone()
         given.append(weakref.ref(copy.untyped_storage()))

@@ -157,6 +157,7 @@ def sleep_and_save(actor, rollout_id):
     assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
     read = actor.residency.read_weight
     assert all(torch.equal(read(weight), value) for weight, value in zip(weights, before, strict=True))
+    assert all(torch.equal(read(weight, 1), value[1]) for weight, value in zip(weights, before, strict=True))
     if rollout_id == 0:
         actor.save(rollout_id)
         actor.export_hf(rollout_id)

@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.parts import specs
 from miles.backends.megatron_utils.parts.attention import AttentionOptions, PackedAttention
+from miles.backends.megatron_utils.parts.experts import GroupedExperts
 from miles.backends.megatron_utils.parts.norms import RMSNorm
 from miles.backends.megatron_utils.parts.transformer_engine import EngineAttention, replaced, require
 
@@ -16,10 +17,18 @@ class Column: ...
 class Row: ...
 
 
+class Experts: ...
+
+
 class OwnRow(RowParallelLinear): ...
 
 
-CLASSES = {ColumnParallelLinear: Column, RowParallelLinear: Row, PackedAttention: EngineAttention}
+CLASSES = {
+    ColumnParallelLinear: Column,
+    RowParallelLinear: Row,
+    PackedAttention: EngineAttention,
+    GroupedExperts: Experts,
+}
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, qk_layernorm=True)
 OPTIONS = AttentionOptions(window=3)
 
@@ -41,9 +50,9 @@ def test_dense_layer():
 
 def test_experts():
     mlp = replaced(specs.moe_layer(CONFIG), CLASSES).submodules.mlp.keywords["submodules"]
-    for part in (mlp.experts, mlp.shared_experts):
-        linears = part.keywords["submodules"]
-        assert (linears.linear_fc1, linears.linear_fc2) == (Column, Row)
+    linears = mlp.shared_experts.keywords["submodules"]
+    assert (linears.linear_fc1, linears.linear_fc2) == (Column, Row)
+    assert mlp.experts is Experts
 
 
 def test_a_familys_own_linear_layers_stay():
