@@ -9,7 +9,11 @@ from miles.config.effect import OnlyWith
 from miles.config.names import flag_of
 from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
+from miles.hf.families import shape_of
+from miles.hf.shape import model_shape
 
+# GiB on a GPU of what a DeepSeek-V4 keeps without recomputation: a tenth of the smallest that it is trained on.
+MOST_WIDE_STREAMS = 8
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
@@ -39,7 +43,7 @@ class MegatronConfig(Section):
     recompute_granularity: Literal["full", "selective"] | None = Field(
         None,
         description="Recompute activations in the backward pass: whole layers, or the --recompute-modules of each. "
-        "Unset: keep all.",
+        "Unset: keep all, but full for a DeepSeek-V4 whose residual streams would take more than 8 GiB.",
     )
     recompute_method: Annotated[Literal["uniform", "block"] | None, OnlyWith("--recompute-granularity full")] = Field(
         None,
@@ -86,6 +90,31 @@ class MegatronConfig(Section):
 def _fusion(v: Values) -> Iterator[Derived]:
     if v.bias_swiglu_fusion is None:
         yield "bias_swiglu_fusion", v.device == "cuda", f"--device {v.device}"
+
+
+@derives("recompute_granularity", "recompute_method", "recompute_num_layers")
+def _wide_streams(v: Values) -> Iterator[Derived]:
+    """Where kept streams would not fit, unless something is said of recomputation; a selective one keeps them."""
+    said = (v.recompute_granularity, v.recompute_method, v.recompute_num_layers, v.recompute_modules)
+    if any(value is not None for value in said):
+        return
+    fields = model_shape(v.hf_checkpoint)
+    if fields is None or not v.needs_trainer:
+        return
+    kept = shape_of(fields).wide_stream_bytes()
+    if not kept:
+        return
+    tokens = v.max_tokens_per_gpu if v.use_dynamic_batch_size else None
+    if tokens is None:
+        # Those of responses, the least that a micro-batch may have.
+        tokens = v.micro_batch_size * (v.rollout_max_response_len or 0) / v.context_parallel_size
+    # The first pipeline stage keeps as many micro-batches as there are stages: in all, one of all layers.
+    size = kept * fields["num_hidden_layers"] * tokens / v.tensor_model_parallel_size / 2**30
+    if size > MOST_WIDE_STREAMS:
+        reason = f"{size:.0f} GiB of residual streams in float32 would be kept on a GPU otherwise"
+        yield "recompute_granularity", "full", reason
+        yield "recompute_method", "uniform", reason
+        yield "recompute_num_layers", 1, reason
 
 
 @rule

@@ -116,6 +116,10 @@ class ModelShape:
         """By window (None: none), the numbers that a layer multiplies for each pair of a query and a key within it."""
         return {self.window(layer): self.numbers_per_pair(layer)} if self.attends(layer) else {}
 
+    def wide_stream_bytes(self) -> int:
+        """Bytes of residual streams in float32 that a layer keeps of each token for the backward pass."""
+        return 0
+
     # Parallelism
 
     def cut_by_tensor_parallelism(self) -> dict[str, int]:

@@ -54,6 +54,10 @@ class DeepseekV4Shape(ModelShape):
         seen = self.fields["index_topk"] * ratio if kind == SPARSE else None
         return tokens | {seen: numbers / ratio + tokens.get(seen, 0.0)}
 
+    def wide_stream_bytes(self) -> int:
+        """All streams, where attention reads them and where experts do."""
+        return 2 * self.fields["hc_mult"] * self.fields["hidden_size"] * 4
+
     def cut_by_tensor_parallelism(self) -> dict[str, int]:
         return {key: self.fields[key] for key in ("num_attention_heads", "o_groups")}
 

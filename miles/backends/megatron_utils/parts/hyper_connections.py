@@ -30,17 +30,20 @@ class HyperConnection(torch.nn.Module):
         self.weight = _parameter(config, count * (2 + count), count * config.hidden_size)
         self.base, self.scale = _parameter(config, count * (2 + count)), _parameter(config, 3)
 
-    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, 1, C * H] -> what the sublayer reads [T, 1, H], and for `write` [T, 1, C] and [T, 1, C, C]."""
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, 1, C * H] -> what the sublayer reads [T, 1, H], and what `write` takes beside its output."""
         config, count = self.config, self.config.hyper_streams
         sizes = [count, count, count * count]
-        numbers = _projected(streams, self.weight, config.layernorm_epsilon).split(sizes, dim=-1)
+        # One copy in float32 for all that is computed of them: going back needs it.
+        wide = streams.float()
+        numbers = _projected(wide, self.weight, config.layernorm_epsilon).split(sizes, dim=-1)
         read, written, across = (
             x * scale + base for x, scale, base in zip(numbers, self.scale, self.base.split(sizes), strict=True)
         )
         logits = across.unflatten(-1, (count, count))
         across = _Sinkhorn.apply(logits, config.hyper_iterations, config.hyper_epsilon)
-        return weighted_sum(streams, torch.sigmoid(read) + config.hyper_epsilon), 2.0 * torch.sigmoid(written), across
+        read = weighted_sum(wide, torch.sigmoid(read) + config.hyper_epsilon).to(streams.dtype)
+        return read, wide, 2.0 * torch.sigmoid(written), across
 
 
 class HyperHead(torch.nn.Module):
@@ -55,9 +58,10 @@ class HyperHead(torch.nn.Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """[T, 1, C * H] -> [T, 1, H]."""
-        logits = _projected(streams, self.head_weight, self.config.layernorm_epsilon)
+        wide = streams.float()
+        logits = _projected(wide, self.head_weight, self.config.layernorm_epsilon)
         read = torch.sigmoid(logits * self.head_scale + self.head_base) + self.config.hyper_epsilon
-        return self.norm(weighted_sum(streams, read))
+        return self.norm(weighted_sum(wide, read).to(streams.dtype))
 
 
 class HyperLayer(TransformerLayer):
@@ -76,30 +80,30 @@ class HyperLayer(TransformerLayer):
             streams = streams.repeat(1, 1, self.config.hyper_streams)
         x, *mix = self.attention_hyper(streams)
         output, _ = self.self_attention(self.input_layernorm(x), packed_seq_params=packed_seq_params)
-        streams = write(output, streams, *mix)
-        x, *mix = self.mlp_hyper(streams)
+        x, *mix = self.mlp_hyper(write(output, *mix).to(streams.dtype))
         output, _ = self.mlp(self.pre_mlp_layernorm(x))
-        return write(output, streams, *mix), None
+        return write(output, *mix).to(streams.dtype), None
 
 
 def weighted_sum(streams: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[T, 1, C * H], float32 [T, 1, C] -> [T, 1, H]."""
-    rows = streams.unflatten(-1, (weight.shape[-1], -1)).float()
-    return (weight[..., None, :] @ rows).squeeze(-2).to(streams.dtype)
+    """float32 [T, 1, C * H] and [T, 1, C] -> [T, 1, H]."""
+    return (weight[..., None, :] @ streams.unflatten(-1, (weight.shape[-1], -1))).squeeze(-2)
 
 
 def write(output: torch.Tensor, streams: torch.Tensor, share: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
     """Each stream becomes a mix of all, by the columns of `across`, and gets its share of the sublayer's output.
 
     Args:
-        output: [T, 1, H].
-        streams: [T, 1, C * H].
+        output: [T, 1, H], in the model's type.
+        streams: float32 [T, 1, C * H].
         share: float32 [T, 1, C].
         across: float32 [T, 1, C, C], from stream (row) to stream (column).
+
+    Returns:
+        The streams, float32 [T, 1, C * H].
     """
-    rows = streams.unflatten(-1, (share.shape[-1], -1)).float()
-    mixed = across.mT @ rows + share[..., None] * output.float()[..., None, :]
-    return mixed.flatten(-2).to(streams.dtype)
+    mixed = across.mT @ streams.unflatten(-1, (share.shape[-1], -1)) + share[..., None] * output[..., None, :].float()
+    return mixed.flatten(-2)
 
 
 def _parameter(config: CompressedConfig, *shape: int) -> torch.nn.Parameter:
@@ -110,8 +114,7 @@ def _parameter(config: CompressedConfig, *shape: int) -> torch.nn.Parameter:
 
 def _projected(streams: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """All streams of a token, normed together, times the weight."""
-    x = streams.float()
-    return F.linear(x, weight) * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return F.linear(streams, weight) * torch.rsqrt(streams.square().mean(-1, keepdim=True) + epsilon)
 
 
 def _sinkhorn(logits: torch.Tensor, iterations: int, epsilon: float) -> torch.Tensor:
