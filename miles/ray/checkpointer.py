@@ -4,7 +4,7 @@ from miles.config import RunConfig
 from miles.ray.handover import Handover
 from miles.ray.rollout.client import RolloutClient
 from miles.ray.train.models import TrainingModels
-from miles.utils.checkpoint_folder import finish_checkpoint, locate, partial_folder
+from miles.utils.checkpoint_folder import finish_checkpoint, locate, partial_folder, remove_checkpoint
 from miles.utils.disk import writing
 
 
@@ -29,15 +29,18 @@ class Checkpointer:
         self.rollout = rollout
         self.models = models
         self.handover = handover
+        loaded = config.load is not None and config.load == config.save
+        self._ours = [config.ckpt_step] if loaded and config.ckpt_step is not None else []
 
     async def resume(self) -> int:
         """With --load, prompts and samples go on where that checkpoint left them.
 
-        A run that only evaluates takes none: its prompts need not be those of the checkpoint.
+        A run that only evaluates takes none, for its prompts need not be those of the checkpoint, nor does one that
+        has only its weights (--finetune).
 
         Returns: the version of the checkpoint's weights; 0 where a run is new.
         """
-        if self.config.load is None or self.config.num_rollout == 0:
+        if self.config.load is None or self.config.num_rollout == 0 or self.config.finetune:
             return 0
         assert self.config.ckpt_step is not None, "a resumed configuration names the step of its checkpoint"
         return await self.rollout.load(locate(self.config.load, self.config.ckpt_step))
@@ -59,5 +62,16 @@ class Checkpointer:
             with writing("--save", root):
                 critic = None if self.models.critic is None else self.config.critic_save
                 finish_checkpoint(root, rollout_id, critic)
+                self._keep_some(root, rollout_id, critic)
         if self.config.save_hf is not None:
             await self.models.actor.export_hf(rollout_id)
+
+    def _keep_some(self, root: str, newest: int, critic: str | None) -> None:
+        """With --save-retain-interval, take away what this run loaded or saved before and need not keep."""
+        interval = self.config.save_retain_interval
+        if interval is None:
+            return
+        for rollout_id in self._ours:
+            if (rollout_id + 1) % interval and rollout_id != newest:
+                remove_checkpoint(root, rollout_id, critic)
+        self._ours = [newest]

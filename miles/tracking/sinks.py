@@ -82,7 +82,7 @@ def trackers(config: RunConfig) -> Iterator[Sinks]:
     """
     assert config.run_dir is not None, "it is derived where it is not given"
     folder = Path(config.run_dir)
-    run_ids = _read(folder / RUN_IDS) if config.load is not None else {}
+    run_ids = _read(folder / RUN_IDS) if config.load is not None and not config.finetune else {}
     sinks, failed = Sinks(), True
     try:
         for name, start in _starts(config).items():

@@ -77,6 +77,19 @@ def finish_checkpoint(root: str | Path, rollout_id: int, beside: str | Path | No
         shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_checkpoint(root: str | Path, rollout_id: int, beside: str | Path | None = None) -> None:
+    """Take away the checkpoint of `rollout_id`, which is not the newest, and a critic's `beside` it.
+
+    What a killed run leaves of it is no checkpoint, and is taken away by the next `begin_checkpoint`.
+    """
+    # The critic's last: an actor's checkpoint never lacks it.
+    for place in (Path(root), *(() if beside is None else (Path(beside),))):
+        folder, old = locate(place, rollout_id), partial_folder(place, rollout_id).with_suffix(".old")
+        if folder.is_dir():
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def _write_manifest(partial: Path) -> None:
     if faults := list(_faults_without_manifest(partial)):
         raise UserError(

@@ -48,6 +48,30 @@ async def test_saving_and_evaluation_find_their_side_awake(drive, tmp_path):
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
+@pytest.mark.parametrize("more, kept", [("", [1, 4, 5, 6]), ("--save-retain-interval 2", [1, 5, 6])])
+async def test_old_checkpoints_are_taken_away(drive, tmp_path, more, kept):
+    """With the one that the run went on from, 4; what an earlier run left, 1, is not this one's, and the last stays."""
+    save_fake(tmp_path / "checkpoints", 1, 4)
+    flags = f"--save checkpoints --save-interval 1 --load checkpoints {more}"
+    await drive(f"--colocate {flags}", rollouts=7)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*iter_*")) == [
+        f"iter_{rollout_id:07d}" for rollout_id in kept
+    ]
+
+
+async def test_a_critics_checkpoints_go_with_the_actors(drive, tmp_path):
+    flags = "--colocate --advantage-estimator ppo --save actor --critic-save critic --save-interval 1"
+    await drive(f"{flags} --save-retain-interval 2", rollouts=3)
+    for root in ("actor", "critic"):
+        assert {path.name for path in (tmp_path / root).glob("*iter_*")} == {"iter_0000001", "iter_0000002"}
+
+
+async def test_a_new_run_with_the_weights_of_a_checkpoint(drive, tmp_path):
+    """Prompts and samples are not taken from it, and the first rollout is 0."""
+    save_fake(tmp_path / "checkpoints", 4)
+    assert await drive("--colocate --load checkpoints --finetune") == list(CASES["--colocate"])
+
+
 async def test_what_is_saved_or_evaluated_is_synced_whatever_the_interval(drive, tmp_path):
     (tmp_path / "held_out.jsonl").touch()
     (tmp_path / "checkpoints").mkdir()

@@ -69,13 +69,15 @@ def continued_config(folder: Path, model: TrainedModel) -> RunConfig:
     return config
 
 
-def load(folder: Path, model: TrainedModel, with_optimizer: bool) -> None:
-    """Load the checkpoint in `folder`. Random state is restored if as many ranks saved it.
+def load(folder: Path, model: TrainedModel, *, with_optimizer: bool, with_random_state: bool) -> None:
+    """Load the checkpoint in `folder`. Random state can be restored if as many ranks saved it.
 
     Raises:
         ValueError: see `TrainedModel.load_state`.
     """
     model.load_state(folder, with_optimizer)
+    if not with_random_state:
+        return
     random_file = folder / random_state_file(dist.get_rank(), dist.get_world_size())
     if random_file.exists():
         _set_random_state(torch.load(random_file, weights_only=True))

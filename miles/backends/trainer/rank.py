@@ -116,11 +116,16 @@ class RankActor:
     def _load_checkpoint(self) -> None:
         config, folder = self.config, self._loaded_folder()
         if folder is not None:
-            if self.reference is not None and (folder / REFERENCE).exists():
+            if self.reference is not None and not config.finetune and (folder / REFERENCE).exists():
                 with self.reference.swapped_in():
                     self.model.load_weights(folder / REFERENCE)
                 self.reference_moved = True
-            checkpoint.load(folder, self.model, with_optimizer=not config.no_load_optim)
+            checkpoint.load(
+                folder,
+                self.model,
+                with_optimizer=not config.no_load_optim,
+                with_random_state=not config.no_load_rng,
+            )
             logger.info("continuing from %s", folder)
         if config.keep_old_actor:
             self.old_actor = HostWeights(self.model.weights, "--keep-old-actor")

@@ -91,8 +91,9 @@ def _converted_start(v: Values) -> Iterator[Taken]:
     if v.load is None or not is_converted(v.load):
         return
     yield "load", None, f"--load {v.load} (converted weights: those of --hf-checkpoint)"
-    if v.no_load_optim:
-        yield "no_load_optim", False, "--no-load-optim (there is no optimizer in it)"
+    for name in ("no_load_optim", "no_load_rng", "finetune"):
+        if getattr(v, name):
+            yield name, False, f"{flag_of(name)} (there are only weights in it)"
 
 
 def _converted_critic(v: Values) -> Iterator[Taken]:

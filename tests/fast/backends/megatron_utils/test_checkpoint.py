@@ -52,6 +52,7 @@ RESUMED = {
     "distributed to plain": ("alone", 1, PLAIN),
     "plain fp32 to bf16": ("alone, plain optimizer", 1, (*PLAIN, "--bf16")),
     "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
+    "new run": ("alone", 1, ("--finetune",)),
     "no optimizer saved": ("alone, no optimizer saved", 1, ()),
     "no optimizer saved or wanted": ("alone, no optimizer saved", 1, ("--no-load-optim",)),
     "no marker": ("no marker", 1, ()),
@@ -114,7 +115,7 @@ def test_save_and_load(results):
         assert resumed["groups"] == [[0.3, [0.9, 0.9], 1e-6]] * 2, name
 
     # Saved before the first step, when a plain optimizer has no moments yet: all of the run.
-    assert results("resumed", "untrained") == results("straight", "alone, plain optimizer")
+    assert {**results("resumed", "untrained"), "random": None} == results("straight", "alone, plain optimizer")
 
     # Another layout: to rounding.
     for name in ("TP 2 to alone", "DP 2 to alone", "TP 2 to PP 2", "alone to DP 2"):
@@ -128,6 +129,12 @@ def test_save_and_load(results):
         fresh = results("resumed", name)
         assert (fresh["start"], fresh["weights"][0]) == (1, straight["weights"][1])
         assert fresh["metrics"][0]["train/step"] == 2 and fresh["weights"][1] != straight["weights"][2]
+    fresh = results("resumed", "new run")
+    assert (fresh["start"], fresh["weights"][0]) == (0, straight["weights"][1])
+    assert [metrics["train/step"] for metrics in fresh["metrics"]] == [2, 4, 6]
+    # Random numbers go on where they were, or, as --finetune derives --no-load-rng, start anew.
+    assert results("resumed", "alone")["random"] == results("resumed", "no optimizer wanted")["random"] == "later"
+    assert fresh["random"] == "first"
     refused = results("resumed", "no optimizer saved")
     assert "iter_0000000 holds no optimizer state" in refused["error"] and "--no-load-optim" in refused["error"]
 
@@ -186,7 +193,7 @@ def run(config, rank, ranks, port):
 
     torch.set_num_threads(1)
     actor = MegatronTrainRayActor(config, rank, ranks)
-    result = {"start": None, "weights": [], "metrics": [], "groups": [], "error": None}
+    result = {"start": None, "weights": [], "metrics": [], "groups": [], "random": None, "error": None}
     try:
         actor.init(f"127.0.0.1:{port}")
     except UserError as error:
@@ -195,6 +202,10 @@ def run(config, rank, ranks, port):
         mine = loss_trace.made_up_shard(
             config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
         )
+        state, first = torch.get_rng_state(), torch.Generator().manual_seed(actor.config.seed).get_state()
+        if actor.config.load is not None:
+            result["random"] = "first" if torch.equal(state, first) else "later"
+        torch.rand(1)  # so that a checkpoint has another state than a start
         result["start"] = first_rollout(actor.config)
         result["weights"].append(digest(actor.model.chunks))
         if config.save is not None and not config.use_distributed_optimizer:
