@@ -1,13 +1,25 @@
 """Machines: how many GPUs train, how many generate, and whether they are the same ones."""
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from miles.config.effect import NotWith
 from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
+from miles.utils.errors import UserError
+
+
+def _texts(variables: Any) -> Any:
+    """Numbers as texts: `{"NVTE_DEBUG": 1}` is what people write."""
+    if not isinstance(variables, dict):
+        return variables
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
+            raise UserError(f"the name of a variable has letters, digits and _ only, not {name!r}")
+    return {name: str(value) if type(value) in (int, float) else value for name, value in variables.items()}
 
 
 class ClusterConfig(Section):
@@ -49,6 +61,10 @@ class ClusterConfig(Section):
     )
     distributed_timeout_minutes: int = Field(
         10, gt=0, description="Minutes after which a stuck collective operation of the trainer fails."
+    )
+    train_env_vars: Annotated[dict[str, str], BeforeValidator(_texts)] = Field(
+        default_factory=dict,
+        description="Environment variables of the trainer's processes, over those that Miles sets there.",
     )
     debug_train_only: bool = Field(
         False, description="Start no engine: supervised steps, or those of --load-debug-rollout-data."

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from miles.config.paths import SAMPLE_FILE_ENDINGS, InputTemplate, OutputFile
+from miles.config.paths import SAMPLE_FILE_ENDINGS, InputTemplate, OutputFile, OutputFolder
 from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
 
@@ -19,10 +19,21 @@ class DebugConfig(Section):
         description="File that each rollout's samples are written to, such as runs/a/rollout_{rollout_id}.jsonl, for "
         "python -m miles.tools.show_samples. Evaluations go beside it.",
     )
+    dump_details: OutputFolder | None = Field(
+        None,
+        description="Folder of everything that can be looked into: as --save-debug-rollout-data "
+        "FOLDER/rollout_data/{rollout_id}.jsonl.",
+    )
     load_debug_rollout_data: InputTemplate | None = Field(
         None,
         description="Train on the files that --save-debug-rollout-data wrote instead of generating; no engine starts.",
     )
+
+
+@derives("save_debug_rollout_data")
+def _dumped(v: Values) -> Iterator[Derived]:
+    if v.dump_details is not None and v.save_debug_rollout_data is None:
+        yield "save_debug_rollout_data", f"{v.dump_details}/rollout_data/{{rollout_id}}.jsonl", "--dump-details"
 
 
 @derives("save_debug_rollout_data")

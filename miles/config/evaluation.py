@@ -1,6 +1,7 @@
 """Evaluation on held-out prompts."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -9,7 +10,7 @@ from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import EVALUATES
 from miles.config.eval_config import EvalSetConfig, eval_set_configs
 from miles.config.multi_turn import AGENT, MULTI_TURN
-from miles.config.paths import InputFile, PromptFile, absolute
+from miles.config.paths import PROMPT_FILE_ENDINGS, InputFile, PromptFile, absolute
 from miles.config.reward import missing, wrong_key
 from miles.config.rollout import unknown_ids
 from miles.config.section import Derived, SameAs, Section, derives, rule
@@ -18,7 +19,9 @@ from miles.rewards import BUILT_IN
 
 
 def _absolute_files(pairs: list[str] | None) -> list[str] | None:
-    """NAME FILE NAME FILE ..., every file with its `absolute` path."""
+    """NAME FILE NAME FILE ..., every file with its `absolute` path; a file alone is called by its own name."""
+    if pairs and len(pairs) == 1 and pairs[0].partition("@[")[0].endswith(PROMPT_FILE_ENDINGS):
+        pairs = [Path(pairs[0].partition("@[")[0]).stem, pairs[0]]
     return pairs and [absolute(text) if place % 2 else text for place, text in enumerate(pairs)]
 
 
@@ -27,7 +30,9 @@ class EvaluationConfig(Section):
 
     eval_interval: int | None = Field(None, gt=0, description="Rollouts between evaluations. Unset: never.")
     eval_prompt_data: Annotated[list[str] | None, AfterValidator(_absolute_files), EVALUATES] = Field(
-        None, description="Held-out prompts, as pairs: NAME FILE NAME FILE ...; the metric is eval/NAME."
+        None,
+        description="Held-out prompts, as pairs: NAME FILE NAME FILE ...; the metric is eval/NAME. Or one FILE, whose "
+        "name it has then.",
     )
     eval_config: Annotated[InputFile | None, EVALUATES] = Field(
         None,

@@ -6,6 +6,8 @@ from miles.hf.parallel import ParallelSizes
 from miles.hf.shape import model_shape
 from miles.training.advantages import ESTIMATORS, Estimator
 
+GENERATE_HUB = "miles.rollout.generate_hub."  # what is here to generate with
+
 
 class Layout:
     """Properties of a configuration; each is a function of its fields and of the model's config.json.
@@ -106,7 +108,13 @@ class Layout:
     @property
     def has_reward(self: Any) -> bool:
         """Whether samples are worth something of their own; with --use-opd they need not be."""
-        return self.rm_type is not None or self.custom_rm_path is not None
+        return self.rm_type is not None or self.custom_rm_path is not None or self.generates_by_function
+
+    @property
+    def generates_by_function(self: Any) -> bool:
+        """Whether samples come from a function of the user's, which may have set their rewards."""
+        path = self.custom_generate_function_path
+        return self.rollout_function_path is not None or not (path or GENERATE_HUB).startswith(GENERATE_HUB)
 
     @property
     def use_critic(self: Any) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field
 from miles.config.dotted_paths import dotted_path_problem
 from miles.config.effect import OnlyWith
 from miles.config.names import flag_of
-from miles.config.section import Section, rule, warning, written
+from miles.config.section import Derived, Section, derives, rule, warning, written
 from miles.config.values import Values
 
 Level = Literal["token", "sequence", "geometric"]
@@ -42,7 +42,9 @@ class OffPolicyConfig(Section):
     tis_clip: Annotated[float, WITH_TIS] = Field(2.0, gt=0, description="Upper bound of the ratio.")
     tis_clip_low: Annotated[float, WITH_TIS] = Field(0.0, ge=0, description="Lower bound of the ratio.")
     custom_tis_function_path: str | None = Field(
-        None, description="Dotted path of a function that weighs the loss instead: see miles.training.custom."
+        None,
+        description="Dotted path of a function that weighs the loss instead, with or without --use-tis: see "
+        "miles.training.custom.",
     )
     use_rs: bool = Field(
         False,
@@ -65,6 +67,13 @@ class OffPolicyConfig(Section):
     opsm_delta: Annotated[float, OnlyWith("--use-opsm")] = Field(
         1e-4, ge=0, description="Bound of a sequence's mean of old minus current log-probability."
     )
+
+
+@derives("use_tis")
+def _weighed_by_a_function(v: Values) -> Iterator[Derived]:
+    """Miles' own flags want both; the function weighs alone."""
+    if v.use_tis and v.custom_tis_function_path is not None:
+        yield "use_tis", False, "--custom-tis-function-path weighs the loss"
 
 
 @rule
@@ -94,11 +103,6 @@ def _denominator(v: Values) -> Iterator[str]:
 
 @rule
 def _bounds(v: Values) -> Iterator[str]:
-    if v.use_tis and v.custom_tis_function_path is not None:
-        yield (
-            f"--use-tis and --custom-tis-function-path {v.custom_tis_function_path} both weigh the loss; keep one of "
-            "them"
-        )
     if (path := v.custom_tis_function_path) is not None:
         if problem := dotted_path_problem("--custom-tis-function-path", path, "my_module.weights"):
             yield problem

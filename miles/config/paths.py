@@ -15,6 +15,7 @@ from miles.utils.errors import UserError
 
 # Files of --save-debug-rollout-data.
 SAMPLE_FILE_ENDINGS = (".jsonl.gz", ".jsonl")
+PROMPT_FILE_ENDINGS = (".jsonl", ".parquet")
 SLICE = re.compile(r"(.+)@\[(.*)\]")
 
 
@@ -105,7 +106,7 @@ class PromptFile(PathText):
             file, _ = split_slice(path)
         except UserError as error:
             return f"{flag} {error}"
-        if file.suffix not in (".jsonl", ".parquet"):
+        if file.suffix not in PROMPT_FILE_ENDINGS:
             return (
                 f"{flag} {path} must be a .jsonl or .parquet file, such as a.jsonl, or rows of one, as a.jsonl@[0:100]"
             )

@@ -70,7 +70,10 @@ def _one_of_two(v: Values) -> Iterator[str]:
     if v.rm_type is not None and v.custom_rm_path is not None:
         yield f"{asked}, both are ({v.rm_type} and {v.custom_rm_path})"
     if not v.has_reward and not v.use_opd:
-        yield f"{asked}, neither is; only with --use-opd a reward is optional"
+        yield (
+            f"{asked}, neither is; a reward is optional only with --use-opd, and where a function of your own "
+            "generates the samples and may set it (--custom-generate-function-path)"
+        )
 
 
 @rule

@@ -37,7 +37,8 @@ class RewardCounts:
 def load_reward(config: "RunConfig") -> Callable[..., Awaitable[Any]]:
     """The reward function that a checked configuration names, ready: call it before anything is started.
 
-    With --use-opd it may name none: every response is worth 0 then.
+    With --use-opd it may name none: every response is worth 0 then. Nor where a function of the user's generates, which
+    sets the rewards.
 
     Raises:
         ValueError: the built-in one lacks its package or sandbox here, or the custom one can't be used (see
@@ -47,8 +48,7 @@ def load_reward(config: "RunConfig") -> Callable[..., Awaitable[Any]]:
         load = load_custom_group_reward if config.group_rm else load_custom_reward
         return load(config.custom_rm_path)
     if config.rm_type is None:
-        assert config.use_opd, "a checked configuration names a reward, but with --use-opd"
-        return _no_reward
+        return _set_by_generation if config.generates_by_function else _no_reward
     BUILT_IN[config.rm_type].check_machine()
     return _built_in_reward
 
@@ -99,6 +99,17 @@ def check_errors(counts: list[RewardCounts], bound: float) -> None:
 
 async def _no_reward(config: "RunConfig", sample: "Sample") -> float:
     return 0.0
+
+
+async def _set_by_generation(config: "RunConfig", sample: "Sample") -> Any:
+    """Asked only of samples whose reward the function that generated them has left open."""
+    if sample.metadata.get("rm_type") is not None:
+        return await _built_in_reward(config, sample)
+    if config.use_opd:
+        return await _no_reward(config, sample)
+    raise UserError(
+        "the function that generates samples set no reward, and there is neither --rm-type nor --custom-rm-path"
+    )
 
 
 async def _built_in_reward(config: "RunConfig", sample: "Sample") -> Any:

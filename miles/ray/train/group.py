@@ -39,7 +39,7 @@ class TrainGroup:
         self.config = config
         self.who = [f"{self.name} rank {rank} on {node}" for rank, node in enumerate(nodes)]
         # A worker process of its own, so that its environment is set before torch is imported.
-        environment = {"env_vars": self.launch.environment(config)}
+        environment = {"env_vars": self.launch.environment(config) | config.train_env_vars}
         self.ranks = [
             ActorClient(
                 self._rank_class,

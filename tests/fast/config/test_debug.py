@@ -60,3 +60,11 @@ def test_a_run_that_only_evaluates_has_no_critic(argv):
     flags = {"advantage_estimator": "ppo", "eval_prompt_data": "a held_out.jsonl"}
     assert resolve(argv(**flags, eval_interval="1")).config.use_critic
     assert not resolve(argv(**flags, num_rollout="0")).config.use_critic
+
+
+def test_details_are_samples(argv, folder):
+    config = resolve(argv(dump_details="d")).config
+    assert config.save_debug_rollout_data == f"{folder}/d/rollout_data/{{rollout_id}}.jsonl"
+    config = resolve(argv(dump_details="d", **{SAVE: "t/{rollout_id}.jsonl"})).config
+    assert config.save_debug_rollout_data == f"{folder}/t/{{rollout_id}}.jsonl"
+    assert resolve(argv(dump_details="d", **{LOAD: "s/{rollout_id}.jsonl"})).config.save_debug_rollout_data is None

@@ -16,6 +16,7 @@ SHAPES_OTHERS = {
     "num_steps_per_rollout": "sets global_batch_size",
     "use_dynamic_batch_size": "decides whether max_tokens_per_gpu is given",
     "max_tokens_per_gpu": "read as max_tokens_per_micro_batch",
+    "dump_details": "sets save_debug_rollout_data",
     "debug_train_only": "read as needs_engines",
     "wandb_key": "is only warned of: the key comes from the environment",
     "debug_rollout_only": "read as needs_trainer",

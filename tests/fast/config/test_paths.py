@@ -19,6 +19,8 @@ TEXTS = {
     *("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_run_id"),
     *("input_key", "label_key", "metadata_key", "tool_key", "reward_key"),
     *("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key", "rollout_stop"),
+    *("wandb_project", "wandb_group", "wandb_team", "wandb_host", "wandb_run_id", "wandb_key"),
+    *("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_run_id", "trackio_project"),
     # Dotted paths of functions that a rule of their own tries, and names and files in turn, of which the files are made
     # absolute.
     *("custom_loss_function_path", "custom_tis_function_path", "custom_rm_path", "eval_prompt_data"),

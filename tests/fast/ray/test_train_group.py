@@ -184,6 +184,15 @@ async def test_a_rank_that_hangs_is_named_where_all_others_waited_for_it(monkeyp
     ]
 
 
+def test_variables_of_the_user_stand_over_those_of_miles(monkeypatch):
+    started = []
+    monkeypatch.setattr(group_module, "ActorClient", lambda *arguments, options: started.append(options))
+    run = config(actor_num_gpus_per_node=1, train_env_vars={"TORCH_COMPILE_DISABLE": "0", "NCCL_DEBUG": "INFO"})
+    TrainGroup(run, [{"num_cpus": 1}], NODES[:1])
+    variables = {"TORCH_COMPILE_DISABLE": "0", "NCCL_DEBUG": "INFO"}
+    assert started == [{"num_cpus": 1, "runtime_env": {"env_vars": variables}}]
+
+
 def test_what_a_critic_has_of_its_own():
     run = config(lr=0.1, lr_warmup_fraction=0.5, critic_lr_warmup_iters=3, save="a", critic_save="b", save_hf="c")
     critic = critic_config(run)

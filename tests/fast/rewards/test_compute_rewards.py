@@ -101,6 +101,18 @@ async def test_scalars_are_cast_and_none_abstains(custom):
     assert (counts.abstained, counts.errors) == (1, 0)
 
 
+async def test_what_a_function_that_generates_leaves_open(engine_config):
+    """Without a reward of the run's own: rows may name one, else it is an error of the sample."""
+    generates = {"rm_type": None, "custom_generate_function_path": "my_module.generate"}
+    config = engine_config.model_copy(update=generates)
+    samples = [Sample(index=0, response="a", label="a", status=Sample.Status.COMPLETED) for _ in range(2)]
+    samples[0].metadata["rm_type"] = "exact"
+    for evaluation in (False, True):
+        counts = await compute_rewards(config, samples, evaluation=evaluation)
+        assert [sample.reward for sample in samples] == [1.0, None] and counts.errors == 1
+        assert counts.first_error.endswith("set no reward, and there is neither --rm-type nor --custom-rm-path")
+
+
 async def test_an_error_is_counted_apart_and_is_no_zero(custom, caplog, monkeypatch):
     monkeypatch.setattr(compute_module, "_logged_errors", set())
     samples = with_values(1.0, math.nan, 0.0, KeyError("lost"), math.inf, "1", None)
