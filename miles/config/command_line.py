@@ -20,7 +20,7 @@ SWITCHES = {flag_of(name): (name, True) for name, kind in KINDS.items() if kind 
 # Where a list has a default, giving no value is the way to empty it.
 MAY_BE_EMPTY = {name for name, kind in KINDS.items() if kind == "list" and RunConfig.model_fields[name].default}
 VALUED = {flag_of(name): name for name, kind in KINDS.items() if kind != "bool"}
-OWN_FLAGS = ("--config", "--print-config", "--help")
+OWN_FLAGS = ("--config", "--print-config", "--check", "--check-hardware", "--help")
 KNOWN_FLAGS = (*SWITCHES, *VALUED, *OWN_FLAGS)
 
 
@@ -43,6 +43,8 @@ class CommandLine:
     repeated: list[str] = field(default_factory=list)
     config_file: str | None = None
     print_config: bool = False
+    check: bool = False
+    check_hardware: str | None = None
     help: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -102,10 +104,13 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
             given = " ".join(values)
             raise UserError(f"{flag} takes no value, got {given}; write {flag_of(name)} or {negation_of(name)}")
         line.values[name] = on
-    elif flag == "--print-config":
+    elif flag in ("--print-config", "--check"):
         if values:
             raise UserError(f"{flag} takes no value, got {' '.join(values)}")
-        line.print_config = True
+        line.print_config |= flag == "--print-config"
+        line.check |= flag == "--check"
+    elif flag == "--check-hardware":
+        line.check_hardware = _only(flag, values)
     elif flag == "--config":
         line.config_file = _only(flag, values)
     elif flag in VALUED:

@@ -40,7 +40,7 @@ def overridden(v: Values) -> dict[str, Any] | None:
     return changes if isinstance(changes, dict) else None
 
 
-def _tokens(given: int | str) -> int | None:
+def number_of_tokens(given: int | str) -> int | None:
     """A number as SGLang writes it, perhaps with a unit; None where it is none."""
     parts = re.fullmatch(r"(\d+|\d+\.\d+(?=[kM]))(k|M|Ki|Mi|)", str(given).strip())
     return None if parts is None else int(Decimal(parts[1]) * UNITS[parts[2]])
@@ -49,7 +49,7 @@ def _tokens(given: int | str) -> int | None:
 def engine_context(v: Values) -> int | None:
     """Tokens of an engine's context: --sglang-context-length, else the model's; None where that is not known."""
     given = v.sglang.get("context_length")
-    return model_context(v) if given is None else _tokens(given)
+    return model_context(v) if given is None else number_of_tokens(given)
 
 
 def longest_context(v: Values) -> int | None:

@@ -58,6 +58,15 @@ def help_text() -> str:
     lines = [USAGE, "", "This command"]
     lines += _entry("--config FILE", "YAML file laid under the command line.", width)
     lines += _entry("--print-config", "Print each value and where it came from, and exit.", width)
+    lines += _entry(
+        "--check",
+        "Print what the run needs of GPUs, hosts and time, phase by phase, and which flags would make it fit, and "
+        "exit, with status 1 if it does not fit.",
+        width,
+    )
+    lines += _entry(
+        "--check-hardware NAME", "--check for such machines: A100, H100, H200, B200 or GB300 [this one].", width
+    )
     lines += _entry("--help", "Print this, and exit.", width)
     for section in SECTIONS:
         lines += ["", section.title]

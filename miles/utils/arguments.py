@@ -13,8 +13,12 @@ __all__ = ["ConfigError", "Resolved", "parse_args", "resolve"]
 def parse_args(argv: list[str] | None = None) -> RunConfig:
     """The checked configuration of a run, from `argv` (default: the program's own) and its YAML file.
 
-    Prints and exits with status 0 on --help and --print-config. Lists everything that is wrong on stderr and exits with
-    status 2 where the configuration cannot run; use `resolve` for an exception instead.
+    Prints and exits with status 0 on --help and --print-config, and on --check, there with status 1 where the run does
+    not fit. Lists everything that is wrong on stderr and exits with status 2 where the configuration cannot run; use
+    `resolve` for an exception instead.
+
+    Raises:
+        UserError: --check does not know the hardware, or the model.
     """
     line = read_command_line(sys.argv[1:] if argv is None else argv)
     if line.help:
@@ -31,4 +35,9 @@ def parse_args(argv: list[str] | None = None) -> RunConfig:
     if line.print_config:
         print(config_text(resolved))
         sys.exit(0)
+    if line.check or line.check_hardware is not None:
+        # Takes seconds, for torch and Megatron come with it.
+        from miles.check.command import check
+
+        sys.exit(check(resolved.config, line.check_hardware))
     return resolved.config
