@@ -42,7 +42,8 @@ class AlgorithmConfig(Section):
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
         "policy_loss",
-        description="policy_loss learns from sampled responses and rewards, sft_loss from the labels, without engines; "
+        description="policy_loss learns from sampled responses and rewards, sft_loss, without engines, from the "
+        "labels, or without --label-key from what the assistant says in the conversations of --input-key; "
         "custom_loss is policy_loss with the loss of --custom-loss-function-path.",
     )
     custom_loss_function_path: Annotated[str | None, OnlyWith("--loss-type custom_loss")] = Field(
@@ -197,8 +198,6 @@ def _whitened(v: Values) -> Iterator[str]:
 @rule
 def _loss(v: Values) -> Iterator[str]:
     path = v.custom_loss_function_path
-    if v.loss_type == "sft_loss" and v.label_key is None:
-        yield "--loss-type sft_loss needs --label-key, the column with the text to learn"
     if v.loss_type == "custom_loss" and path is None:
         yield "--loss-type custom_loss needs --custom-loss-function-path, the dotted path of the loss"
     elif path is not None and (problem := dotted_path_problem("--custom-loss-function-path", path, "my_module.loss")):

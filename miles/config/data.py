@@ -100,6 +100,12 @@ class DataConfig(Section):
     )
 
 
+@derives("apply_chat_template")
+def _conversations(v: Values) -> Iterator[Derived]:
+    if v.learns_conversations and not v.apply_chat_template:
+        yield "apply_chat_template", True, "--loss-type sft_loss without --label-key: conversations"
+
+
 @derives("global_batch_size", "num_steps_per_rollout")
 def _steps(v: Values) -> Iterator[Derived]:
     samples, size, steps = v.samples_per_rollout, v.global_batch_size, v.num_steps_per_rollout

@@ -106,6 +106,11 @@ class Layout:
         return self.one_step_ahead or self.fully_async
 
     @property
+    def learns_conversations(self: Any) -> bool:
+        """Whether the assistant's part of whole conversations is learned, as no column has the answers."""
+        return self.loss_type == "sft_loss" and self.label_key is None
+
+    @property
     def has_reward(self: Any) -> bool:
         """Whether samples are worth something of their own; with --use-opd they need not be."""
         return self.rm_type is not None or self.custom_rm_path is not None or self.generates_by_function

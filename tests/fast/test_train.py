@@ -358,9 +358,9 @@ def test_bad_prompts_are_refused_before_an_engine_starts(train, tmp_path):
 REFUSED = {
     "unknown flag": ((*COLOCATED, "--learning-rate", "1"), 2, "--learning-rate is unknown"),
     "missing label key": (
-        (*COLOCATED, "--loss-type", "sft_loss"),
+        (*COLOCATED, "--rm-type", "exact"),
         2,
-        "--loss-type sft_loss needs --label-key, the column with the text to learn",
+        "--rm-type exact needs --label-key, the column with the right answer",
     ),
 }
 

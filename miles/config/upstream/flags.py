@@ -161,6 +161,8 @@ ANYWAY: dict[str, Meant] = {
         only=lambda v: None if v.loss_type == "sft_loss" else "without advantages there is --loss-type sft_loss alone"
     ),
     "--distributed-backend": either("nccl"),
+    "--loss-mask-type": anything("the chat template shows where a turn begins and ends"),
+    "--log-probs-max-tokens-per-gpu": anything("as --max-tokens-per-gpu"),
 }
 
 MEANT: dict[str, Meant] = MODEL | ANYWAY

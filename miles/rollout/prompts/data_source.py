@@ -50,6 +50,7 @@ class PromptDataset:
     def __init__(self, path: str, tokenizer: Any, form: PromptFormat, max_prompt_len: int | None) -> None:
         self.name = str(path)
         self._template = form.template_of(tokenizer)
+        self._conversations = form.conversations_of(self._template, tokenizer)
         self._tokenizer = tokenizer
         self._form = form
         file, rows = split_slice(self.name)
@@ -110,7 +111,7 @@ class PromptDataset:
     def take(self, prompts: Sequence[int]) -> list[Sample]:
         """New samples of these prompts, counted from 0, in this order."""
         rows = self._file.read([self._keys[prompt] for prompt in prompts])
-        samples = [self._form.sample(row, self._template) for row in rows]
+        samples = [self._form.sample(row, self._template, self._conversations) for row in rows]
         self._tokenize(samples)
         return samples
 
@@ -129,7 +130,7 @@ class PromptDataset:
             try:
                 if isinstance(row.content, BadRow):
                     raise row.content
-                sample = self._form.sample(row.content, self._template)
+                sample = self._form.sample(row.content, self._template, self._conversations)
                 self._form.check_label(sample)
                 good.append((row, sample))
             except BadRow as problem:

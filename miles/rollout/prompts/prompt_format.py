@@ -1,6 +1,7 @@
 """From a row of a prompt file to a sample: which column is what, and how the prompt becomes a text."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Self, cast
 from miles.config import RunConfig
 from miles.rewards import built_in
 from miles.rollout.chat_template import ChatTemplate, Message, normal_message
+from miles.rollout.prompts.conversation import Conversations, Part
 from miles.rollout.prompts.prompt_file import BadRow, Number, parse_json, plain
 from miles.rollout.sessions.tool_calls import specs_of_path
 from miles.utils.errors import UserError
@@ -35,6 +37,8 @@ class PromptFormat:
         built_in_rewards: whether built-in rewards score the rows, so that they must be able to use the labels.
         rm_type: the built-in reward of rows whose metadata names none.
         metadata_overrides: laid over each row's metadata later.
+        conversations: what the assistant says in the messages is learned. The prompt is what stands before that; the
+            parts behind it are kept in the sample's metadata, under "parts" (see miles.rollout.prompts.conversation).
     """
 
     input_key: str = "input"
@@ -49,6 +53,7 @@ class PromptFormat:
     built_in_rewards: bool = False
     rm_type: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    conversations: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig, *, input_key: str, label_key: str | None) -> Self:
@@ -66,6 +71,7 @@ class PromptFormat:
             tools=specs_of_path(config),
             built_in_rewards=config.rm_type is not None and config.custom_rm_path is None,
             rm_type=config.rm_type,
+            conversations=config.learns_conversations,
         )
 
     @property
@@ -96,11 +102,18 @@ class PromptFormat:
             )
         return template
 
-    def sample(self, row: dict[str, Any], template: ChatTemplate | None) -> Sample:
+    def conversations_of(self, template: ChatTemplate | None, tokenizer: Any) -> Conversations | None:
+        """What cuts conversations that are learned; None where none are. Raises as `Conversations`."""
+        return Conversations(template, tokenizer) if self.conversations and template is not None else None
+
+    def sample(
+        self, row: dict[str, Any], template: ChatTemplate | None, conversations: Conversations | None = None
+    ) -> Sample:
         """The sample of a row, without tokens.
 
         Args:
             template: what `template_of` gave.
+            conversations: what `conversations_of` gave.
 
         Raises: BadRow if a column is missing, or isn't what it should be.
         """
@@ -119,7 +132,11 @@ class PromptFormat:
                         f"'messages' stands in {self.metadata_key!r}, where an agent's prompt is kept; rename it"
                     )
                 metadata["messages"] = prompt
-            prompt = _render(cast(list[Message], prompt), self.tools if tools is None else tools, template)
+            messages, shown = cast(list[Message], prompt), self.tools if tools is None else tools
+            if conversations is not None:
+                prompt, metadata["parts"] = _first_and_rest(messages, shown, conversations, metadata)
+            else:
+                prompt = _render(messages, shown, template)
         return Sample(prompt=prompt, label=label, metadata=metadata)
 
     def check_label(self, sample: Sample) -> None:
@@ -195,6 +212,25 @@ def _render(messages: list[Message], tools: list[dict[str, Any]] | None, templat
         raise BadRow(str(error)) from error
     _check_unicode(text, "prompt")
     return text
+
+
+def _first_and_rest(
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    conversations: Conversations,
+    metadata: Mapping[str, Any],
+) -> tuple[str, list[Part]]:
+    if "parts" in metadata:
+        raise BadRow(
+            "'parts' stands in the metadata (--metadata-key), where those of a conversation are kept; rename it"
+        )
+    try:
+        (first, _), *rest = conversations.parts(messages, tools)
+    except UserError as error:
+        raise BadRow(str(error)) from error
+    for text in (first, *(text for text, _ in rest)):
+        _check_unicode(text, "prompt")
+    return first, rest
 
 
 def _label(row: dict[str, Any], key: str) -> str:
