@@ -96,7 +96,8 @@ def load_into(
             or a value has no parameter.
     """
     index = CheckpointIndex(folder)
-    whole = family.entries(hf_config, range(hf_config.num_hidden_layers), True, True, parallel.ep_size)
+    layers = range(hf_config.num_hidden_layers)
+    whole = family.renamed(family.entries(hf_config, layers, True, True, parallel.ep_size), index.files)
     check_names_and_shapes(index, whole, family, hf_config)
     untrained = untrained_names(index, family, hf_config)
     if untrained:
@@ -105,7 +106,7 @@ def load_into(
     filled = 0
     for number, chunk in enumerate(chunks):
         targets = model_tensors(chunk)
-        held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
+        held = held_entries(chunk_entries(family, hf_config, parallel, index, parallel.pp_rank, number), parallel)
         check_parameters(targets, held)
         own += [(entry, entry_part(entry, targets[entry.megatron_name])) for entry in held]
         filled += len(targets)
@@ -150,12 +151,17 @@ def _place(entry: Entry, parallel: ParallelInfo) -> tuple[int, int]:
 
 
 def chunk_entries(
-    family: Family, hf_config: PreTrainedConfig, parallel: ParallelInfo, stage: int, chunk: int
+    family: Family,
+    hf_config: PreTrainedConfig,
+    parallel: ParallelInfo,
+    index: CheckpointIndex,
+    stage: int,
+    chunk: int,
 ) -> list[Entry]:
-    """What a chunk of a pipeline stage's model has, the experts of all ranks included."""
+    """What a chunk of a pipeline stage's model has, the experts of all ranks included, by the checkpoint's names."""
     layers = parallel.chunk_layers[stage][chunk]
     first, last = (stage, chunk) == (0, 0), (stage + 1, chunk + 1) == (parallel.pp_size, len(parallel.chunk_layers[0]))
-    return family.entries(hf_config, layers, first, last, parallel.ep_size)
+    return family.renamed(family.entries(hf_config, layers, first, last, parallel.ep_size), index.files)
 
 
 def held_entries(entries: list[Entry], parallel: ParallelInfo) -> list[Entry]:

@@ -64,7 +64,7 @@ def plan_entries(
         PlannedEntry(stage, chunk, entry, tied_head_listed and entry.hf_names[0].endswith(EMBEDDING_END))
         for chunk in range(len(parallel.chunk_layers[0]))
         for stage in range(parallel.pp_size)
-        for entry in chunk_entries(family, hf_config, parallel, stage, chunk)
+        for entry in chunk_entries(family, hf_config, parallel, index, stage, chunk)
         if not entry.load_only
     ]
     if not planned:
@@ -106,7 +106,7 @@ class MegatronWeights:
         self.held: dict[tuple[int, Entry], torch.Tensor] = {}
         for number, chunk in enumerate(chunks):
             parameters = model_tensors(chunk)
-            held = held_entries(chunk_entries(family, hf_config, parallel, parallel.pp_rank, number), parallel)
+            held = held_entries(chunk_entries(family, hf_config, parallel, index, parallel.pp_rank, number), parallel)
             check_parameters(parameters, held)
             for entry in held:
                 self.held[number, entry] = parameters[entry.megatron_name]

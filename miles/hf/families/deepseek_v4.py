@@ -9,6 +9,31 @@ from miles.hf.parallel import ParallelSizes
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 # What transformers calls layers by their ratio in published configurations.
 KINDS = {0: WINDOW, 4: SPARSE, 128: HEAVY}
+# Of published names and those of the repackaging in FP8 (sgl-project's): whole names, then parts of others.
+_REPACKAGED = {
+    "embed.weight": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+}
+_REPACKAGED_PARTS = (
+    (".attn.", ".self_attn."),
+    (".ffn.", ".mlp."),
+    (".attn_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".gate.tid2eid", ".topk.tid2eid"),
+    (".gate.bias", ".gate.e_score_correction_bias"),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
+
+
+def repackaged_name(name: str) -> str:
+    """The repackaging's name of a weight that has `name` in the published checkpoints."""
+    if name in _REPACKAGED:
+        return _REPACKAGED[name]
+    for published, repackaged in _REPACKAGED_PARTS:
+        name = name.replace(published, repackaged)
+    return "model." + name
 
 
 class DeepseekV4Shape(ModelShape):

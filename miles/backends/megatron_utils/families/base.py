@@ -1,5 +1,6 @@
 """What a model family is: which configurations it takes, the Megatron model they mean, and how the weights map."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch.nn.functional as F
@@ -158,6 +159,10 @@ class Family:
             elif not first_stage:
                 found.append(Entry(vocab, "output_layer.weight", (EMBEDDING,), table, load_only=True))
         return found
+
+    def renamed(self, entries: list[Entry], names: Container[str]) -> list[Entry]:
+        """`entries` by the checkpoint's own names, all of which are in `names`, where a family has several sets."""
+        return entries
 
     def layer_entries(
         self, hf_config: PreTrainedConfig, layer: int, hf: str, megatron: str, ep_size: int

@@ -1,5 +1,7 @@
 """DeepSeek-V4: compressed attention, hyper-connections, experts that are fixed by token in the first layers."""
 
+from collections.abc import Container
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,10 @@ from miles.backends.megatron_utils.parts.hyper_connections import HyperHead, Hyp
 from miles.backends.megatron_utils.parts.rope import Rope, rope_of, rope_problems
 from miles.backends.megatron_utils.parts.specs import layer_of, moe_mlp
 from miles.hf.entries import Entry, norm_entry
-from miles.hf.families.deepseek_v4 import HEAVY, SPARSE, WINDOW
+from miles.hf.families.deepseek_v4 import HEAVY, SPARSE, WINDOW, repackaged_name
 from miles.hf.layouts import Column, Layout, Replicated, Row, Vocab
 
+EMBEDDING = "embed.weight"
 EXPERT_NAMES = ("w1", "w3", "w2")
 ROPES = ("main", "compress")
 HASH, MOE = "hash_moe", "moe"
@@ -63,7 +66,10 @@ class DeepseekV4(Family):
         }
 
     def ignored_prefixes(self, hf_config: PreTrainedConfig) -> tuple[str, ...]:
-        return tuple(f"mtp.{number}." for number in range(hf_config.num_nextn_predict_layers))
+        first, further = hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers
+        return tuple(
+            prefix for number in range(further) for prefix in (f"mtp.{number}.", f"model.layers.{first + number}.")
+        )
 
     def transformer_config(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         return super().transformer_config(hf_config) | dict(
@@ -112,8 +118,8 @@ class DeepseekV4(Family):
         hidden, count, vocab = hf_config.hidden_size, hf_config.hc_mult, Vocab(hf_config.vocab_size)
         found = []
         if first_stage:
-            embedding = "embedding.word_embeddings.weight"
-            found.append(_entry(vocab, embedding, "embed.weight", hf_config.vocab_size, hidden))
+            table = "embedding.word_embeddings.weight"
+            found.append(_entry(vocab, table, EMBEDDING, hf_config.vocab_size, hidden))
         for local, layer in enumerate(layers):
             found += self.layer_entries(hf_config, layer, f"layers.{layer}.", f"decoder.layers.{local}.", ep_size)
         if last_stage:
@@ -126,6 +132,11 @@ class DeepseekV4(Family):
                 _entry(vocab, "output_layer.weight", "head.weight", hf_config.vocab_size, hidden),
             ]
         return found
+
+    def renamed(self, entries: list[Entry], names: Container[str]) -> list[Entry]:
+        if repackaged_name(EMBEDDING) not in names:
+            return entries
+        return [replace(entry, hf_names=tuple(map(repackaged_name, entry.hf_names))) for entry in entries]
 
     def layer_entries(
         self, hf_config: PreTrainedConfig, layer: int, hf: str, megatron: str, ep_size: int

@@ -36,8 +36,36 @@ def test_published_sizes(tmp_path, fields, kinds, tensors, total, active):
 
 def test_next_token_layers_are_those_that_config_json_names():
     family = family_for(config_with())
-    assert family.ignored_prefixes(config_with(num_nextn_predict_layers=2)) == ("mtp.0.", "mtp.1.")
+    ignored = ("mtp.0.", "model.layers.3.", "mtp.1.", "model.layers.4.")
+    assert family.ignored_prefixes(config_with(num_nextn_predict_layers=2)) == ignored
     assert family.ignored_prefixes(config_with(num_nextn_predict_layers=0)) == ()
+
+
+def test_names_are_those_that_the_checkpoint_has():
+    """The repackaging in FP8 has others, which SGLang makes of the published ones."""
+    config = config_with()
+    family = family_for(config)
+    entries = family.entries(config, range(3), True, True)
+    assert family.renamed(entries, {"embed.weight"}) == entries
+    names = {
+        old: new
+        for entry, renamed in zip(entries, family.renamed(entries, {"model.embed_tokens.weight"}), strict=True)
+        for old, new in zip(entry.hf_names, renamed.hf_names, strict=True)
+    }
+    assert len(set(names.values())) == len(names)
+    expected = {
+        "embed.weight": "model.embed_tokens.weight",
+        "head.weight": "lm_head.weight",
+        "norm.weight": "model.norm.weight",
+        "hc_head_fn": "model.hc_head_fn",
+        "layers.0.hc_attn_scale": "model.layers.0.hc_attn_scale",
+        "layers.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
+        "layers.0.ffn.gate.tid2eid": "model.layers.0.mlp.topk.tid2eid",
+        "layers.1.attn.indexer.compressor.ape": "model.layers.1.self_attn.indexer.compressor.ape",
+        "layers.2.attn.compressor.wgate.weight": "model.layers.2.self_attn.compressor.wgate.weight",
+        "layers.2.ffn.experts.7.w3.weight": "model.layers.2.mlp.experts.7.up_proj.weight",
+    }
+    assert {name: names[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Several of them drop a name that they don't know without a word, so the models a
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from miles.backends.megatron_utils.families import FAMILIES, family_for
 from miles.hf.config import load_hf_config
 from miles.hf.deepseek_v4_hub import hub_config
+from miles.hf.families.deepseek_v4 import repackaged_name
 
 pytestmark = pytest.mark.real
 
+# A folder beside the architectures'.
+REPACKAGED = "DeepSeek-V4, repackaged"
 HELPER = Path(__file__).parent / "sglang_loaders.py"
 SIZES = dict(
     vocab_size=64,  # What SGLang pads vocabularies to.
@@ -176,6 +180,14 @@ def found(tmp_path_factory):
         if architecture == "DeepseekV4ForCausalLM":
             (root / architecture / "config.json").write_text(json.dumps(hub_config(hf_config)))
         save_file(weights_of(load_hf_config(root / architecture)), root / architecture / "weights.safetensors")
+        if architecture == "DeepseekV4ForCausalLM":
+            repackaged = root / REPACKAGED
+            shutil.copytree(root / architecture, repackaged)
+            weights = load_file(repackaged / "weights.safetensors")
+            save_file(
+                {repackaged_name(name): tensor for name, tensor in weights.items()},
+                repackaged / "weights.safetensors",
+            )
     result = root / "result.json"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ended = subprocess.run(
@@ -207,3 +219,7 @@ def test_every_parameter_receives_values(found, architecture):
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_every_name_is_taken(found, architecture):
     assert found[architecture]["unused"] == []
+
+
+def test_deepseek_v4_has_two_sets_of_names(found):
+    assert found[REPACKAGED] == found["DeepseekV4ForCausalLM"]
