@@ -5,6 +5,7 @@ read. Megatron is asked where pipeline stages are cut.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,10 @@ def read_model(config: RunConfig) -> Model:
     family, sizes = family_for(hf_config), config.parallel_sizes
     family.check_layout(hf_config, sizes)
     shape, architecture = shape_of(hf_config.to_dict()), TRAITS[hf_config.architectures[0]]
-    megatron = transformer_config(config, hf_config)
+    with warnings.catch_warnings():
+        # Of Megatron's own defaults.
+        warnings.filterwarnings("ignore", "full scope is deprecated")
+        megatron = transformer_config(config, hf_config)
     layout = chunk_layers(megatron)
     layers = range(hf_config.num_hidden_layers)
     whole = family.entries(hf_config, layers, True, True)

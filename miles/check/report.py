@@ -1,7 +1,7 @@
 """The ledger as text, to be read in a minute."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from miles.check.advice import remedies
 from miles.check.contents import Item
@@ -67,7 +67,9 @@ def _others(ledger: Ledger) -> str:
 
 def _host(ledger: Ledger) -> str:
     host, memory = ledger.host, ledger.hardware.host_memory
-    text = _table(f"Host of the fullest node ({memory / GB:,.0f} GB), GB", host.memory, host.totals, memory)
+    there = {column for device in ledger.devices for column in device.totals}
+    totals = {column: size for column, size in host.totals.items() if column in there}
+    text = _table(f"Host of the fullest node ({memory / GB:,.0f} GB), GB", host.memory, totals, memory)
     disk = [f"  {name}: {size / GB:,.1f} GB" for name, size in host.disk.items()]
     return "\n".join([text, *(["", "Disk of that node", *disk] if disk else [])])
 
@@ -92,13 +94,15 @@ def _table(
 
 
 def _time(ledger: Ledger) -> str:
-    parts: Sequence = durations(ledger)
+    parts = durations(ledger)
     if not parts:
         return ""
     total = total_seconds(ledger)
     lines = [f"A step takes {_seconds(total)} at least, if every response is as long as it may be"]
     width = max(len(part.phase) for part in parts)
     lines += [f"  {part.phase:{width}}  {_seconds(part.seconds):>8}  {part.why}" for part in parts]
+    if ledger.engine is not None and ledger.config.needs_engines and parts[0].phase != "generate":
+        lines.append("  and its engines cannot generate: see below")
     return "\n".join(lines)
 
 

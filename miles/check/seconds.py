@@ -6,8 +6,6 @@ import numpy as np
 
 from miles.check.engine import kv_bytes_per_token
 from miles.check.ledger import STREAMED, Device, Ledger
-from miles.check.walk import Column
-from miles.residency.plan import Party
 
 # Shares of the data sheet's operations, and of the memory's rate in decoding. A 4B model trains at 0.43 to 0.45 on one
 # H200 (train_step.json); the other two are assumed.
@@ -34,17 +32,13 @@ def durations(ledger: Ledger) -> list[Duration]:
     if ledger.engine is not None and ledger.engine.tokens >= ledger.work.longest:
         result.append(_generate(ledger))
     if config.needs_trainer:
-        moves = [_move(ledger, name, column, way) for name, column, way in MOVES]
-        wake, sleep = (move for move in moves)
+        wake, sleep = _move(ledger, "wake", "in"), _move(ledger, "sleep", "out")
         result += [wake] if wake.seconds else []
         result += _train(ledger)
         result += [sleep] if sleep.seconds else []
         if config.needs_engines:
             result.append(_sync(ledger))
     return result
-
-
-MOVES = (("wake", Column.WAKE, "in"), ("sleep", Column.SYNC, "out"))
 
 
 def total_seconds(ledger: Ledger) -> float:
@@ -60,10 +54,10 @@ def _trainers(ledger: Ledger) -> list[Device]:
     return [device for device in ledger.devices if device.stage is not None]
 
 
-def _move(ledger: Ledger, name: str, column: Column, way: str) -> Duration:
+def _move(ledger: Ledger, name: str, way: str) -> Duration:
     """The slowest rank's copy over its own link; a disk is shared by the ranks of a node."""
     config = ledger.config
-    size = max(sum(device.walk.copied[f"{column} {party} {way}"] for party in Party) for device in _trainers(ledger))
+    size = max(device.walk.copied[way] for device in _trainers(ledger))
     if config.offload_train_target == "disk":
         size *= config.actor_num_gpus_per_node
         return Duration(name, size / DISK_RATE, _of_the_disk(size))

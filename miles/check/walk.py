@@ -35,7 +35,7 @@ class Walk:
         gpu: by phase, what the GPU holds at the phase's highest moment.
         pinned: by phase, the most bytes of pinned host memory.
         disk: the most bytes of the trainer's files.
-        copied: by phase, bytes between GPU and host, or disk.
+        copied: bytes of a step from the GPU to host or disk, "out", and back, "in".
     """
 
     config: RunConfig
@@ -50,15 +50,17 @@ class Walk:
         self._places: dict[tuple[Party, Region], Place] = {}
         self._buffers: set[tuple[Party, Region]] = set()
         self._files: set[tuple[Party, Region]] = set()
-        self._begin(Party.ENGINE)
-        self._note(Column.ENGINES_UP)
+        if self.config.needs_engines:
+            self._begin(Party.ENGINE)
+            self._note(Column.ENGINES_UP)
         if self.config.needs_engines and self.config.needs_trainer:
             self._both()
-        else:
+        elif self.config.needs_trainer:
             self._begin(Party.ACTOR)
             self._note(Column.BUILT)
-            self._note(Column.GENERATE, self.contents.generate)
             self._train()
+        else:
+            self._note(Column.GENERATE, self.contents.generate)
 
     def _both(self) -> None:
         policy = self._policy
@@ -120,7 +122,7 @@ class Walk:
         elif move.source is Place.HOST:
             returned.append(key)
         if Place.DROPPED not in (move.source, move.target):
-            self.copied[f"{column} {move.party} {'out' if move.leaves else 'in'}"] += int(size)
+            self.copied["out" if move.leaves else "in"] += int(size)
         self._places[key] = move.target
 
     def _note(self, column: Column, extra: Bytes | None = None) -> None:

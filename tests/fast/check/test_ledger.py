@@ -45,7 +45,7 @@ def test_sleep_and_wake_as_measured(configured):
         ledger = one_gpu(configured, size, FLAGS[way])
         walk, parameters = trainer(ledger), result["notes"][f"{size} parameters"]
         assert ledger.model.parameters == parameters
-        copied = walk.copied["sync actor out" if verb == "sleep" else "wake actor in"]
+        copied = walk.copied["out" if verb == "sleep" else "in"]
         assert copied == row["B/parameter"] * parameters, row["what"]
         host = (
             TRAINER_PROCESS
@@ -218,3 +218,21 @@ def test_groups_of_one_rank_take_nothing(configured):
     assert held[Item.COMMUNICATION] == 0
     held = trainer(ledger_of(configured(DENSE["8B"]), H200)).gpu[Column.SAVE]
     assert held[Item.COMMUNICATION] == 2 * GROUP_BYTES  # data-parallel ranks, and the world
+
+
+def test_a_critic_sleeps_and_wakes_as_well(configured):
+    alone = trainer(ledger_of(configured(DENSE["8B"]), H200)).copied
+    both = trainer(ledger_of(configured(DENSE["8B"], "--advantage-estimator ppo"), H200)).copied
+    assert alone["in"] == alone["out"] and both["in"] == both["out"] > 1.8 * alone["in"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "columns"),
+    [
+        ("--debug-rollout-only", [Column.ENGINES_UP, Column.GENERATE]),
+        ("--debug-train-only --loss-type sft_loss", [Column.BUILT, Column.TRAIN, Column.SAVE]),
+    ],
+)
+def test_one_half_of_a_run(configured, flags, columns):
+    (device,) = ledger_of(configured(DENSE["0.6B"], flags), H200).devices
+    assert list(device.totals) == columns
