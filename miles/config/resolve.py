@@ -56,7 +56,9 @@ def resolve_command_line(line: CommandLine) -> Resolved:
 
     in_file = f"YAML ({line.config_file})"
     origins = {name: in_file for name in file_values} | {name: "command line" for name in line.values}
-    sglang, sglang_origins, sglang_problems = check_sglang([(in_file, file_sglang), ("command line", line.sglang)])
+    sglang, sglang_origins, older, sglang_problems = check_sglang(
+        [(in_file, file_sglang), ("command line", line.sglang)]
+    )
     problems += sglang_problems
 
     raw, notes = _take(file_values | line.values, texts_taken)
@@ -77,7 +79,7 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     provenance |= {f"sglang_{name}": origin for name, origin in sglang_origins.items()}
     provenance |= {name: f"in place of {note}" for name, note in notes.items() if name != "sglang"}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
-    changes_nothing = [*dict.fromkeys(notes.values()), *line.renamed, *map(as_named, line.upstream)]
+    changes_nothing = [*dict.fromkeys(notes.values()), *older, *line.renamed, *map(as_named, line.upstream)]
     warnings = [*_repeated(line.repeated), *_without_effect(changes_nothing), *warn(Values(values))]
     given = origins.keys() - notes.keys()
     return Resolved(RunConfig(**values).with_given(given), provenance, [as_given(warning) for warning in warnings])

@@ -9,9 +9,9 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -43,29 +43,53 @@ _LISTS = {f"List[{name}]": list[kind] for name, kind in _SCALARS.items()}  # typ
 
 @dataclass(frozen=True)
 class ServerArgument:
-    """One argument of the server: the name of its flag, its Python type, and the allowed values, if they are listed."""
+    """One argument of the server, under one of its flags' names.
+
+    Args:
+        name: of its flag.
+        kind: its Python type.
+        choices: the allowed values, if they are listed.
+        is_older: whether it stands under a name that SGLang used to have for it.
+    """
 
     name: str
     kind: Any
     choices: tuple[Any, ...] | None
+    is_older: bool = False
 
 
-def check_sglang(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+class SglangArguments(NamedTuple):
+    """What was given for the server.
+
+    Args:
+        values: by the argument's name, of the types that SGLang declares.
+        origins: by the argument's name, where it came from.
+        older: flags that were written with a name that SGLang used to have, with the one it has.
+        problems: what is wrong, in sentences.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    older: list[str]
+    problems: list[str]
+
+
+def check_sglang(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> SglangArguments:
     """Server arguments with the types that SGLang declares, where each came from, and what is wrong with them.
 
     `layers` are pairs of an origin and what it gives, weakest first: names with underscores and, for each, a list of
     texts or a bool (command line) or any value (YAML). The result has one key an argument: its flag is `--` and the key
     with dashes.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    problems: list[str] = []
+    given = SglangArguments({}, {}, [], [])
+    values, origins, older, problems = given
     if not any(raw for _, raw in layers):
-        return values, origins, problems
+        return given
     try:
         known = server_arguments()
     except UserError as error:
-        return values, origins, [str(error)]
+        problems.append(str(error))
+        return given
     for origin, raw in layers:
         for written, value in raw.items():
             flag = _flag(written)
@@ -80,11 +104,13 @@ def check_sglang(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[
                 problems.append(f"{where} and {_flag(argument.name)} are one argument; keep one")
             else:
                 origins[argument.name] = origin
+                if argument.is_older:
+                    older.append(f"{where} ({_flag(argument.name)})")
                 try:
                     values[argument.name] = _convert(argument, value)
                 except UserError as error:
                     problems.append(f"{where} {error}")
-    return values, origins, problems
+    return given
 
 
 def _flag(name: str) -> str:
@@ -161,7 +187,7 @@ def read_server_arguments(source: str) -> dict[str, ServerArgument]:
         arguments |= {flag: argument for flag in (primary, *aliases)}
     for old, new in by_hand.items():
         if old not in arguments and new in arguments:
-            arguments[old] = arguments[new]
+            arguments[old] = replace(arguments[new], is_older=True)
     return arguments
 
 

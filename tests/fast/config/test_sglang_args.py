@@ -29,6 +29,8 @@ class ServerArgs:
     def add_cli_args(parser):
         parser.add_argument("--old", action=Deprecated)
         parser.add_argument("--parser", type=str)
+        parser.add_argument("--format", action=DeprecatedAliasStoreAction, new_flag="--load-format")
+        parser.add_argument("--fast", action=DeprecatedStoreTrueAction, new_flag="--mode")
 
     def other(self):
         local: int = 3
@@ -38,6 +40,8 @@ class ServerArgs:
 def test_reading_a_source():
     known = read_server_arguments(SOURCE)
     kinds = {name: (argument.name, argument.kind, argument.choices) for name, argument in known.items()}
+    assert [name for name, argument in known.items() if argument.is_older] == ["format"]
+    del kinds["format"]
     assert kinds == {
         "model_path": ("model_path", str, None),
         "model": ("model_path", str, None),

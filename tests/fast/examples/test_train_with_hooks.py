@@ -73,17 +73,21 @@ def test_a_rollout_of_ones_own(train):
 
 
 def test_a_path_that_is_wrong_ends_in_one_sentence(tmp_path, tiny_checkpoint, prompt_file):
-    run = Run(
-        [
-            *("--device", "cpu", "--hf-checkpoint", str(tiny_checkpoint), "--prompt-data", str(prompt_file)),
-            *("--label-key", "label", "--rm-type", "exact", "--num-rollout", "1", "--rollout-batch-size", "3"),
-            *("--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"),
-            *("--actor-num-gpus-per-node", "1", "--colocate"),
-            *("--rollout-sample-filter-path", "examples.hooks.sample_filter.drop"),
-        ],
-        tmp_path / "run",
-    )
-    assert run.wait() == 1, run.output
-    assert "error: --rollout-sample-filter-path examples.hooks.sample_filter.drop: can't be imported" in run.output
-    assert "Traceback" not in run.output
-    run.end()
+    """One whose module can't be imported, where it would be called; one that is not there, before anything starts."""
+    (tmp_path / "broken_filter.py").write_text("import no_such_package\n\ndef drop(config, groups): ...\n")
+    for path, status, sentence in (
+        ("broken_filter.drop", 1, "error: --rollout-sample-filter-path broken_filter.drop: can't be imported"),
+        ("examples.hooks.sample_filter.drop", 2, "examples.hooks.sample_filter has no drop"),
+    ):
+        run = Run(
+            [
+                *("--device", "cpu", "--hf-checkpoint", str(tiny_checkpoint), "--prompt-data", str(prompt_file)),
+                *("--label-key", "label", "--rm-type", "exact", "--num-rollout", "1", "--rollout-batch-size", "3"),
+                *("--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"),
+                *("--actor-num-gpus-per-node", "1", "--colocate", "--rollout-sample-filter-path", path),
+            ],
+            tmp_path / "run",
+        )
+        assert run.wait() == status, run.output
+        assert sentence in run.output and "Traceback" not in run.output
+        run.end()

@@ -112,7 +112,9 @@ async def test_a_run_without_reward_has_those_of_its_sets(evaluator_of):
     assert (await run(distilled, evaluator)).metrics["eval/a"] == 1
 
 
-def test_what_a_set_needs_is_checked_before_anything_starts(evaluator_of, monkeypatch):
+def test_what_a_set_needs_is_checked_before_anything_starts(evaluator_of, monkeypatch, tmp_path):
+    (tmp_path / "no.py").write_text("import no_such_package\n\ndef such(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="^evaluation set a: custom_generate_function_path no.such: can't be imported"):
         evaluator_of([{"name": "a", "custom_generate_function_path": "no.such"}])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
