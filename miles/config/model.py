@@ -118,9 +118,10 @@ def _experts_in_world(v: Values) -> Iterator[str]:
 @rule
 def _family(v: Values) -> Iterator[str]:
     model = describe(v.hf_checkpoint)
-    if v.needs_trainer and model is not None and model.architecture and model.traits is None:
+    if v.needs_trainer and model is not None and model.traits is None:
+        kind = f"is a {model.architecture}" if model.architecture else "is of no architecture"
         yield (
-            f"--hf-checkpoint {v.hf_checkpoint} is a {model.architecture} (config.json), which can't be trained here; "
+            f"--hf-checkpoint {v.hf_checkpoint} {kind} (config.json), which can't be trained here; "
             "docs/user-guide/models.md has those that can"
         )
 

@@ -107,7 +107,8 @@ def _words(verb, arguments):
 def driver(tmp_path, monkeypatch):
     """Runs `train.run` with recording services on the configuration of `flags`; returns the calls."""
     (tmp_path / "model").mkdir()
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    shape = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape["num_hidden_layers"] = 4
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
     (tmp_path / "prompts.jsonl").touch()
     mounts = tmp_path / "mounts"

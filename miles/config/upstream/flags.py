@@ -174,7 +174,7 @@ def contradictions(flags: Mapping[str, Sequence[str]], v: Values) -> Iterator[st
         model = describe(v.hf_checkpoint)
     except Undetermined:
         model = None
-    if model is not None and model.architecture and model.traits is None:
+    if model is not None and model.traits is None:
         model = None  # refused by a rule of its own
     for flag, words in flags.items():
         if problem := MEANT[flag].contradiction(flag, words, v, model):

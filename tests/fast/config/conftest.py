@@ -29,7 +29,12 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     model = tmp_path / "model"
     model.mkdir()
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+    }
     (model / "config.json").write_text(json.dumps(shape))
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "held_out.jsonl").touch()

@@ -10,7 +10,8 @@ from miles.hf.parallel import ParallelSizes
 TP2, PP2 = {"tensor_model_parallel_size": "2"}, {"pipeline_model_parallel_size": "2"}
 EP2 = {"expert_model_parallel_size": "2"}
 CHUNK = "num_layers_per_virtual_pipeline_stage"
-EXPERTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 8}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS |= {"num_hidden_layers": 4, "num_experts": 8}
 EXTERNAL = {"colocate": None, "rollout_external_engine_addrs": "10.0.0.7:30000 10.0.0.8:30000"}
 LAYOUTS = [
     # changes, engines, those that share GPUs with the trainer, tensor-parallel ranks of each, GPUs reserved for engines

@@ -33,7 +33,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def make_report(tmp_path):
     """Makes the report of a run in tmp_path/run, without TensorBoard."""
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    shape = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape["num_hidden_layers"] = 4
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "prompts.jsonl").write_text('{"input": "a", "label": "b"}\n')
     flags = "--device cpu --actor-num-gpus-per-node 1 --colocate --no-offload-train --no-offload-rollout"

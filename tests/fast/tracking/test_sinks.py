@@ -28,7 +28,8 @@ STEPS = [
 
 def config_of(folder, *more):
     """A configuration whose run is in `folder`/run, with a key and a password where keys are given."""
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    shape = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape["num_hidden_layers"] = 4
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "prompts.jsonl").write_text('{"input": "a", "label": "b"}\n')

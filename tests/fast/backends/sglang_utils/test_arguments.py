@@ -26,7 +26,8 @@ def test_cpu_arguments_and_the_users_win(engine_flags):
 
 def test_an_engine_that_is_sent_weights_holds_no_quantised_ones(engine_flags, tmp_path):
     (tmp_path / "model").mkdir()
-    fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fields = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": quantised}
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     flags = [
         str(tmp_path / "model") if before == "--hf-checkpoint" else flag
