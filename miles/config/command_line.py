@@ -20,7 +20,7 @@ SWITCHES = {flag_of(name): (name, True) for name, kind in KINDS.items() if kind 
 # Where a list has a default, giving no value is the way to empty it.
 MAY_BE_EMPTY = {name for name, kind in KINDS.items() if kind == "list" and RunConfig.model_fields[name].default}
 VALUED = {flag_of(name): name for name, kind in KINDS.items() if kind != "bool"}
-OWN_FLAGS = ("--config", "--print-config", "--check", "--check-hardware", "--help")
+OWN_FLAGS = ("--config", "--custom-config-path", "--print-config", "--check", "--check-hardware", "--help")
 KNOWN_FLAGS = (*SWITCHES, *VALUED, *OWN_FLAGS)
 
 
@@ -33,6 +33,7 @@ class CommandLine:
         sglang: by the name of a server argument, the texts after it, or True and False where none followed.
         upstream: by a flag that only Miles and slime have, the texts after it.
         renamed: flags that are called otherwise here.
+        config_file, file_above: YAML files that are laid under the command line, and over it.
         repeated: what was given several times with different values, the last of them in brackets.
     """
 
@@ -42,6 +43,7 @@ class CommandLine:
     renamed: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     config_file: str | None = None
+    file_above: str | None = None
     print_config: bool = False
     check: bool = False
     check_hardware: str | None = None
@@ -113,6 +115,8 @@ def _take(line: CommandLine, flag: str, values: list[str]) -> None:
         line.check_hardware = _only(flag, values)
     elif flag == "--config":
         line.config_file = _only(flag, values)
+    elif flag == "--custom-config-path":
+        line.file_above = _only(flag, values)
     elif flag in VALUED:
         line.values[VALUED[flag]] = _read_values(flag, VALUED[flag], values)
     elif flag.startswith("--sglang-"):

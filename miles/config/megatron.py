@@ -24,6 +24,11 @@ class MegatronConfig(Section):
         "local",
         description="Layers of Megatron and torch, or of Transformer Engine, which must be installed and needs a GPU.",
     )
+    deterministic_mode: bool = Field(
+        False,
+        description="Compute with algorithms that give the same bits in each run, which takes longer: torch, NCCL and "
+        "Transformer Engine are told so, and what can't be computed so ends the run. On a CPU it is so anyway.",
+    )
     fp8_format: Literal["e4m3", "hybrid"] | None = Field(
         None, description="Compute linear layers in FP8, hybrid: gradients as e5m2. Unset: in the model's own type."
     )

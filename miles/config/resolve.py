@@ -51,17 +51,23 @@ def resolve(argv: list[str]) -> Resolved:
 def resolve_command_line(line: CommandLine) -> Resolved:
     """`resolve`, of a command line that has been read."""
     problems = list(line.problems)
-    file_values, file_sglang, file_problems = _read_file(line.config_file) if line.config_file else ({}, {}, [])
-    problems += file_problems
+    below, below_sglang, below_problems = _read_file("--config", line.config_file)
+    above, above_sglang, above_problems = _read_file("--custom-config-path", line.file_above)
+    problems += below_problems + above_problems
 
-    in_file = f"YAML ({line.config_file})"
-    origins = {name: in_file for name in file_values} | {name: "command line" for name in line.values}
+    layers = [
+        (f"YAML ({line.config_file})", below),
+        ("command line", line.values),
+        (f"YAML ({line.file_above})", above),
+    ]
+    origins = {name: origin for origin, values in layers for name in values}
+    names = [origin for origin, _ in layers]
     sglang, sglang_origins, older, sglang_problems = check_sglang(
-        [(in_file, file_sglang), ("command line", line.sglang)]
+        list(zip(names, (below_sglang, line.sglang, above_sglang), strict=True))
     )
     problems += sglang_problems
 
-    raw, notes = _take(file_values | line.values, texts_taken)
+    raw, notes = _take(below | line.values | above, texts_taken)
     absent = absent_values(raw)
     problems += absent.values()
     sound, type_problems = _convert({name: value for name, value in raw.items() if name not in absent}, origins)
@@ -80,7 +86,14 @@ def resolve_command_line(line: CommandLine) -> Resolved:
     provenance |= {name: f"in place of {note}" for name, note in notes.items() if name != "sglang"}
     provenance |= {name: f"derived: {reason}" for name, reason in reasons.items()}
     changes_nothing = [*dict.fromkeys(notes.values()), *older, *line.renamed, *map(as_named, line.upstream)]
-    warnings = [*_repeated(line.repeated), *_without_effect(changes_nothing), *warn(Values(values))]
+    replaced = [flag_of(name) for name in above if str(line.values.get(name, above[name])) != str(above[name])]
+    replaced += [flag_of(f"sglang_{name}") for name, value in above_sglang.items() if _differs(line, name, value)]
+    warnings = [
+        *_repeated(line.repeated),
+        *_replaced(replaced),
+        *_without_effect(changes_nothing),
+        *warn(Values(values)),
+    ]
     given = origins.keys() - notes.keys()
     return Resolved(RunConfig(**values).with_given(given), provenance, [as_given(warning) for warning in warnings])
 
@@ -102,6 +115,16 @@ def _repeated(repeated: list[str]) -> Iterator[str]:
         yield f"given more than once with different values, of which the last counts: {', '.join(repeated)}"
 
 
+def _differs(line: CommandLine, name: str, value: Any) -> bool:
+    """Whether the command line has another value of a server argument, which it has as texts."""
+    return name in line.sglang and line.sglang[name] not in (value, [str(value)])
+
+
+def _replaced(flags: list[str]) -> Iterator[str]:
+    if flags:
+        yield f"--custom-config-path has other values than the command line, and its values count: {', '.join(flags)}"
+
+
 def _without_effect(flags: list[str]) -> Iterator[str]:
     if flags:
         yield (
@@ -110,17 +133,19 @@ def _without_effect(flags: list[str]) -> Iterator[str]:
         )
 
 
-def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _read_file(flag: str, path: str | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Values of fields, values of SGLang arguments (without `sglang_`), and what is wrong with the file.
 
     Keys are field names with underscores. Paths in values that are relative belong to the working directory, not to the
     file.
     """
-    content, problems = load_yaml("--config", path)
+    if path is None:
+        return {}, {}, []
+    content, problems = load_yaml(flag, path)
     if content is None:
         return {}, {}, problems
     if not isinstance(content, dict):
-        return {}, {}, [f"--config {path} must hold `name: value` lines, got a {type(content).__name__}"]
+        return {}, {}, [f"{flag} {path} must hold `name: value` lines, got a {type(content).__name__}"]
     values: dict[str, Any] = {}
     sglang: dict[str, Any] = {}
     for key, value in content.items():

@@ -57,6 +57,7 @@ def help_text() -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [USAGE, "", "This command"]
     lines += _entry("--config FILE", "YAML file laid under the command line.", width)
+    lines += _entry("--custom-config-path FILE", "YAML file laid over the command line.", width)
     lines += _entry("--print-config", "Print each value and where it came from, and exit.", width)
     lines += _entry(
         "--check",

@@ -14,6 +14,10 @@ def initialize(config: RunConfig, rank: int, world_size: int, master: str) -> No
 
     NCCL on a GPU, gloo on a CPU. Random state is seeded from --seed, differently on each tensor-parallel rank.
     """
+    if config.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+        # Nothing here reads what it did not write.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch_adam.install()
     patches.install(config.device)
     join_world(config, rank, world_size, master)

@@ -18,6 +18,10 @@ def environment(config: RunConfig) -> dict[str, str]:
         if config.num_engines > config.num_colocated_engines:
             # As SGLang sets it in engines: the two ends of a broadcast must share memory in the same way.
             variables["NCCL_CUMEM_ENABLE"] = "0"
+        if config.deterministic_mode:
+            # A ring adds up in the same order each time; cuBLAS and Transformer Engine choose among their algorithms.
+            variables |= {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         return variables
     # Compiling costs minutes on a laptop and buys nothing for small tensors.
     return {"TORCH_COMPILE_DISABLE": "1"}

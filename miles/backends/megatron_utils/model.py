@@ -87,6 +87,7 @@ def transformer_config(config: RunConfig, hf_config) -> TransformerConfig:
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        deterministic_mode=config.deterministic_mode,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
         gradient_accumulation_fusion=False,

@@ -211,6 +211,24 @@ ABSENT: tuple[Absent, ...] = (
         "a reference or teacher from a Megatron checkpoint",
         "give --ref-load or --opd-teacher-load a Hugging Face folder; --save-hf writes such",
     ),
+    _row("multimodal-keys", "prompts with pictures, sound or film", "leave it out: --input-key is a column of texts"),
+    _row(
+        "opd-log-prob-top-k opd-top-k-strategy opd-reward-weight-mode opd-topk-per-position",
+        "distillation over the likeliest tokens of student and teacher",
+        "leave them out: the tokens that were sampled are compared",
+    ),
+    _row("opd-teacher-key", "a teacher for each row", "use --opd-teacher-urls, which all rows have"),
+    _row(
+        "async-save",
+        "a checkpoint that is written while the run goes on",
+        "leave it out: --save-interval says how often",
+    ),
+    _row(
+        "use-pytorch-profiler profile-step-start profile-step-end profile-target profile-ranks record-memory-history "
+        "memory-recorder memory-snapshot-",
+        "a profile of the trainer",
+        "use the metrics under perf/, which have the seconds and bytes of each phase",
+    ),
     _row("save-trigger-sentinel", "a checkpoint on request", "use --save-interval"),
     _row("debug-exit-after-rollout", "a run that ends early", "use a smaller --num-rollout, with --lr-decay-iters"),
 )

@@ -28,6 +28,34 @@ def test_command_line_over_yaml_over_default(argv, folder):
     assert origins["sglang_log_level"] == "command line"
 
 
+def test_a_file_that_is_laid_over_the_command_line(argv, folder):
+    """As Miles' --custom-config-path; it says where it changes something."""
+    (folder / "below.yaml").write_text("lr: 1.0e-3\nseed: 5\n")
+    (folder / "above.yaml").write_text("use_tis: true\ntis_clip: 3\nlr: 2.0e-6\nsglang_log_level: debug\n")
+    files = "--config below.yaml --custom-config-path above.yaml"
+    resolved = resolve(argv(f"{files} --lr 1e-6 --tis-clip 3 --sglang-log-level info"))
+    config = resolved.config
+    assert (config.use_tis, config.tis_clip, config.lr, config.seed) == (True, 3.0, 2e-6, 5)
+    assert config.sglang == {"log_level": "debug"}
+    assert resolved.provenance["lr"] == "YAML (above.yaml)" and resolved.provenance["seed"] == "YAML (below.yaml)"
+    said = "--custom-config-path has other values than the command line, and its values count: --lr, --sglang-log-level"
+    assert resolved.warnings == [said]
+    assert "--lr" not in str(resolve(argv("--custom-config-path above.yaml --tis-clip 3")).warnings)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("tis_clipp: 3", "above.yaml: key tis_clipp is unknown; did you mean tis_clip"),
+        ("[1]", "--custom-config-path above"),
+    ],
+)
+def test_a_bad_file_over_the_command_line(argv, folder, text, expected):
+    (folder / "above.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        resolve(argv("--custom-config-path above.yaml"))
+
+
 def test_yaml_is_laid_down_before_anything_is_derived_or_checked(argv, folder):
     (folder / "run.yaml").write_text("n_samples_per_prompt: 6\nno_save_optim: true\n")
     resolved = resolve(argv("--config run.yaml --save-optim", n_samples_per_prompt=None))

@@ -52,6 +52,7 @@ RESUMED = {
     "distributed to plain": ("alone", 1, PLAIN),
     "plain fp32 to bf16": ("alone, plain optimizer", 1, (*PLAIN, "--bf16")),
     "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
+    "deterministic": ("alone", 1, ("--deterministic-mode",)),
     "new run": ("alone", 1, ("--finetune",)),
     "no optimizer saved": ("alone, no optimizer saved", 1, ()),
     "no optimizer saved or wanted": ("alone, no optimizer saved", 1, ("--no-load-optim",)),
@@ -97,8 +98,8 @@ def test_save_and_load(results):
     assert results("straight", "alone, no optimizer saved") == straight
 
     # The same layout: to the last bit, weights and metrics.
-    for name in ("alone", "alone, plain optimizer", "DP 2", "TP 2"):
-        resumed, original = results("resumed", name), results("straight", name)
+    for name in ("alone", "alone, plain optimizer", "DP 2", "TP 2", "deterministic"):
+        resumed, original = results("resumed", name), results("straight", RESUMED[name][0])
         assert resumed["start"] == 1
         assert resumed["weights"] == original["weights"][1:], name
         assert resumed["metrics"] == original["metrics"][1:], name
@@ -199,6 +200,7 @@ def run(config, rank, ranks, port):
     except UserError as error:
         result["error"] = str(error)
     else:
+        assert torch.are_deterministic_algorithms_enabled() == config.deterministic_mode
         mine = loss_trace.made_up_shard(
             config, actor.model.hf_config.vocab_size, parallel_state.get_data_parallel_rank()
         )
@@ -227,6 +229,7 @@ def run(config, rank, ranks, port):
                 save_without_names(actor)
                 if rank == 0:
                     finish_checkpoint(config.save, UNNAMED)
+    torch.use_deterministic_algorithms(False)
     leave_world()
     return result
 

@@ -33,6 +33,17 @@ def test_the_environment_is_that_of_the_device_and_of_where_engines_are():
     assert MEGATRON.environment(apart) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0"}
 
 
+def test_what_is_to_give_the_same_bits_says_so_before_cuda_starts():
+    assert MEGATRON.environment(run(device="cpu", deterministic_mode=True)) == {"TORCH_COMPILE_DISABLE": "1"}
+    config = run(device="cuda", actor_num_gpus_per_node=1, rollout_num_gpus=1, colocate=True, deterministic_mode=True)
+    assert MEGATRON.environment(config) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+
+
 def test_the_driver_imports_no_torch_for_it():
     script = "import sys, miles.ray.train.group; assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=300)
