@@ -96,7 +96,7 @@ def extend(
 
     behind = 0 if cut is None else len(text) - cut
     if earlier:  # decoded as one: a character may have been cut in two
-        text = tokenizer.decode(earlier + shown, skip_special_tokens=skip_special_tokens)
+        text = tokenizer.decode([*earlier, *shown], skip_special_tokens=skip_special_tokens)
     sample.response = text[: len(text) - behind]
     sample.status = status
     if not ids:

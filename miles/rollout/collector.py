@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,8 @@ class Collected:
         metrics: those of `rollout/` in `miles.tracking.metrics` that are about groups, failures and retries.
     """
 
-    groups: list[Group]
-    all_groups: list[Group]
+    groups: Sequence[Sequence[Sample]]
+    all_groups: Sequence[Sequence[Sample]]
     metrics: dict[str, float]
 
 
@@ -57,7 +58,9 @@ class Collector:
     def __init__(
         self, config: RunConfig, data: DataSource, pool: EnginePool, hooks: Hooks, teacher: Teacher | None = None
     ) -> None:
+        assert config.over_sampling_batch_size is not None, "it is derived where it is not given"
         assert config.over_sampling_batch_size >= config.rollout_batch_size
+        self._most_asked = config.over_sampling_batch_size
         self._config = config
         self._data = data
         self._pool = pool
@@ -104,7 +107,7 @@ class Collector:
         try:
             self._keep_finished(progress)
             while len(self._kept) < self._target:
-                self._ask(self._config.over_sampling_batch_size - len(self._kept) - len(self._running))
+                self._ask(self._most_asked - len(self._kept) - len(self._running))
                 for group in await self._finished_groups():
                     if not self._passes(group):
                         continue
@@ -193,6 +196,7 @@ class Collector:
 
     async def _produce(self) -> None:
         config = self._config
+        assert config.async_max_concurrent_samples is not None, "it is derived where it is not given"
         most_running = max(1, config.async_max_concurrent_samples // config.n_samples_per_prompt)
         capacity = int(config.async_data_buffer_capacity_factor * self._target)
         try:
@@ -367,7 +371,8 @@ class Collector:
             self._ledger.settle(group, Outcome.TRAINED)
         self._kept = []
         finished = [group for group in self._refused if all(sample.is_finished for sample in group)]
-        collected = Collected(groups, sorted([*groups, *finished], key=index_of), self._metrics())
+        everything = sorted([*groups, *finished], key=index_of)
+        collected = Collected(groups, everything, self._metrics())
         self._start_counting()
         return collected
 

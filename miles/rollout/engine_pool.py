@@ -230,17 +230,18 @@ class EnginePool:
             return requests, error
         finally:
             self._asked[client] -= len(requests)
-        missing, error = [], None
+        missing: list[Request] = []
+        last: Exception | None = None
         for (sample, given), reply in zip(requests, replies, strict=True):
             try:
                 self._extend(sample, given, reply)
             except (SGLangError, UnusableAnswer) as problem:
                 missing.append((sample, given))
-                error = problem
-        if error is None:
+                last = problem
+        if last is None:
             self._failing.discard(client)
             self._slots.trust(client)
-        return missing, error
+        return missing, last
 
     def _extend(self, sample: Sample, given: Mapping[str, Any], reply: dict | SGLangError) -> None:
         if isinstance(reply, SGLangError):
@@ -259,7 +260,7 @@ class EnginePool:
             skip_special_tokens=self._skip_special_tokens,
         )
 
-    async def _watched(self, client: SGLangClient, call: Awaitable[list]) -> list:
+    async def _watched[T](self, client: SGLangClient, call: Awaitable[T]) -> T:
         """The result of `call`; SGLangError once its server is out: a lost host closes no connection."""
         request, look = asyncio.ensure_future(call), None
         try:

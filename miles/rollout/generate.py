@@ -42,7 +42,8 @@ class Sampling:
 
     @classmethod
     def for_rollout(cls, config: RunConfig) -> "Sampling":
-        """As `--rollout-*` says."""
+        """As `--rollout-*` says, where engines run."""
+        assert config.rollout_max_response_len is not None, "a rule asks for it"
         return cls(
             config.rollout_temperature,
             config.rollout_top_p,

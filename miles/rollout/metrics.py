@@ -98,7 +98,7 @@ def _mean_of_trained(name: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _rewards(samples: Sequence[Sample], rewards: Sequence[float], counted: Sequence[float | None]) -> dict[str, float]:
-    chosen: dict[int, int] = {}
+    chosen: dict[int | None, int] = {}
     for place, sample in enumerate(samples):
         # Pieces of a trajectory have one reward, but for those that are removed: one that counts speaks for all.
         if sample.trajectory not in chosen or counted[chosen[sample.trajectory]] is None:
@@ -129,11 +129,16 @@ def _truncated_ratio(samples: Sequence[Sample]) -> float:
 
 def _response_lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [sample.trained_length for sample in samples]
-    statistics = {"mean": np.mean, "median": np.median, "max": np.max, "min": np.min}
-    return {f"{prefix}/{name}": float(statistic(lengths)) for name, statistic in statistics.items()}
+    statistics: dict[str, np.floating | np.integer] = {
+        "mean": np.mean(lengths),
+        "median": np.median(lengths),
+        "max": np.max(lengths),
+        "min": np.min(lengths),
+    }
+    return {f"{prefix}/{name}": float(statistic) for name, statistic in statistics.items()}
 
 
-def _zero_std(rewards: Sequence[float | None], group_indices: Sequence[int]) -> dict[str, float]:
+def _zero_std(rewards: Sequence[float | None], group_indices: Sequence[int | None]) -> dict[str, float]:
     """Groups that teach nothing, because all their members got the same reward.
 
     A reward of None is no member, and a group without two members has nothing that could differ: it is not counted.

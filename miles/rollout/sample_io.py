@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
 from miles.config.paths import SAMPLE_FILE_ENDINGS
@@ -113,7 +113,9 @@ def load_samples(path_template: str, rollout_id: int, hf_checkpoint: str | None 
 
 def _check_tokens(path: Path, header: Header, samples: Sequence[Sample], hf_checkpoint: str) -> None:
     # An embedding that is shared out among ranks gives zeros for a token that none of them has.
-    size = model_shape(hf_checkpoint)["vocab_size"]
+    shape = model_shape(hf_checkpoint)
+    assert shape is not None, f"a rule of --hf-checkpoint refuses {hf_checkpoint}"
+    size = shape["vocab_size"]
     largest = max((int(sample.tokens.array.max(initial=0)) for sample in samples), default=0)
     if largest >= size:
         raise UserError(
@@ -139,7 +141,7 @@ def read_samples(path: Path) -> tuple[Header, list[Sample]]:
     return header, samples
 
 
-def _open(path: Path, mode: str, *, compressed: bool) -> BinaryIO:
+def _open(path: Path, mode: Literal["rb", "wb"], *, compressed: bool) -> BinaryIO | gzip.GzipFile:
     # Level 1: numbers hardly get smaller with more, and the run waits.
     return gzip.open(path, mode, compresslevel=1) if compressed else path.open(mode)
 

@@ -87,8 +87,8 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
     if not isinstance(data, Mapping):
         raise UserError(f"{flag} returned {shown(data)}; it must return a dict of lists")
     required = ["tokens", "response_lengths", "loss_masks", "sample_indices", *(["rewards"] if rewarded else [])]
-    for name in _tokenwise():
-        if name not in required and any(getattr(sample, COLUMNS[name].attribute) is not None for sample in samples):
+    for name, attribute in _tokenwise().items():
+        if name not in required and any(getattr(sample, attribute) is not None for sample in samples):
             required.append(name)
     if missing := [name for name in required if name not in data]:
         raise UserError(f"{flag} returned no {', '.join(missing)}; it must return {', '.join(required)}")
@@ -126,16 +126,16 @@ def batch_from(flag: str, data: Any, samples: Sequence[Sample], *, rewarded: boo
         raise UserError(f"{flag} returned data that can't be trained on: {error}") from error
 
 
-def _tokenwise() -> list[str]:
-    """Names of the columns of samples that have an entry for each token, or response token."""
-    return [name for name, column in COLUMNS.items() if column.attribute is not None and column.per != "sample"]
+def _tokenwise() -> dict[str, str]:
+    """The columns that have an entry for each token, or response token, and their attributes of a sample."""
+    return {name: column.attribute for name, column in COLUMNS.items() if column.attribute and column.per != "sample"}
 
 
 def _entries(flag: str, name: str, values: list[Any]) -> list[Any]:
     """The entries of a list, converted to what its column holds, and checked."""
     column = COLUMNS.get(name, Column(name, np.int64, "sample"))  # response_lengths become offsets, and no column
     kind = _reward if np.issubdtype(column.dtype, np.floating) else _integer
-    entries = []
+    entries: list[Any] = []
     for place, value in enumerate(values):
         what = f"{flag} returned {name}[{place}]"
         if column.per == "sample":

@@ -180,7 +180,7 @@ def _gradient(
     temperature, softcap = scaling
     log_p_CV = _scaled(logits_CV, scaling).sub_(top_C1).sub_(log_sum_C1)
     p_CV = log_p_CV.exp()
-    if entropy_C1 is None:
+    if entropy_C1 is None or grad_entropy_C1 is None:
         grad_CV = p_CV.mul_(-grad_log_probs_C1)
     else:
         grad_CV = log_p_CV.add_(entropy_C1).mul_(grad_entropy_C1).add_(grad_log_probs_C1).mul_(p_CV).neg_()

@@ -149,7 +149,7 @@ class ArrayList(MutableSequence[Any]):
         self.extend(values)
         return self
 
-    def __add__(self, other: list[Any]) -> "ArrayList":
+    def __add__(self, other: "list[Any] | ArrayList") -> "ArrayList":
         if not isinstance(other, list):
             return NotImplemented
         return ArrayList(joined([self.array, self._like(other)]))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -177,6 +178,6 @@ def _sharded_state(state: TrainState, with_optimizer: bool, is_loading: bool) ->
     return result
 
 
-def _named_models(state: TrainState) -> dict[str, torch.nn.Module]:
+def _named_models(state: TrainState) -> dict[str, GPTModel]:
     """The chunks by their keys in the state. Tensors have global names: these keys are not part of them."""
     return {f"model{number}": model for number, model in enumerate(state.models)}

@@ -236,7 +236,7 @@ def build_train_state(config: RunConfig, chunks: list[GPTModel], total_steps: in
 
 def _scheduler(config: RunConfig, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:
     decay_steps = config.lr_decay_iters or max(total_steps, config.lr_warmup_iters + 1)
-    warmup_steps = config.lr_warmup_iters
+    warmup_steps: float = config.lr_warmup_iters
     if config.lr_warmup_fraction is not None:
         warmup_steps = config.lr_warmup_fraction * decay_steps
     constant = config.weight_decay_incr_style == "constant"

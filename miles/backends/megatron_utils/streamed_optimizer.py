@@ -51,6 +51,12 @@ class _Part:
     in_bucket: slice
     in_shard: slice
 
+    def gradient(self) -> torch.Tensor:
+        """Its part of the shard's, which every shard has before a step."""
+        gradient = self.shard.main_param.grad
+        assert gradient is not None
+        return gradient[self.in_shard]
+
 
 class StreamedOptimizer:
     """Moves the optimizer state of `state` to disk, frees its memory, and takes the optimizer's steps from there.
@@ -194,7 +200,7 @@ class StreamedOptimizer:
             if not parts:
                 continue
             values = [
-                bucket.masters[part.in_bucket]
+                bucket.masters_at(part.in_bucket)
                 if part.shard.has_master
                 else part.shard.main_param.detach()[part.in_shard]
                 for part in parts
@@ -202,7 +208,7 @@ class StreamedOptimizer:
             beta1, beta2 = group["betas"]
             adamw(
                 values,
-                [part.shard.main_param.grad[part.in_shard] for part in parts],
+                [part.gradient() for part in parts],
                 [exp_avg[part.in_bucket] for part in parts],
                 [exp_avg_sq[part.in_bucket] for part in parts],
                 [],
@@ -235,7 +241,7 @@ class StreamedOptimizer:
         exp_avg, exp_avg_sq = bucket.moments()
         for part in self._parts[index]:
             if part.shard.has_master:
-                bucket.masters[part.in_bucket].copy_(part.shard.main_param[part.in_shard])
+                bucket.masters_at(part.in_bucket).copy_(part.shard.main_param[part.in_shard])
             state = self._inner.state[part.shard.main_param]
             if state:
                 exp_avg[part.in_bucket].copy_(state["exp_avg"][part.in_shard])
@@ -264,11 +270,11 @@ class StreamedOptimizer:
     def _show(self, shard: _Shard, whole: Bucket) -> None:
         place, state = slice(shard.start, shard.end), self._inner.state[shard.main_param]
         if shard.has_master:
-            shard.main_param.data = whole.masters[place]
+            shard.main_param.data = whole.masters_at(place)
         if self._moments_are_zero:
             state["exp_avg"].data = state["exp_avg_sq"].data = torch.zeros(()).expand(shard.main_param.shape)
             return
-        if whole.exp_avg_scales is None:
+        if whole.exp_avg_scales is None or whole.exp_avg_sq_scales is None:
             state["exp_avg"].data, state["exp_avg_sq"].data = whole.exp_avg[place], whole.exp_avg_sq[place]
             return
         end = round_up(shard.end, NEIGHBOURS)

@@ -111,15 +111,20 @@ class _Area:
 class Bucket:
     """The values of one bucket, flat, as views of a slot: what is written to them goes back to the file."""
 
-    masters: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    exp_avg_scales: torch.Tensor | None
-    exp_avg_sq_scales: torch.Tensor | None
+    masters: torch.Tensor | None = None
+    exp_avg_scales: torch.Tensor | None = None
+    exp_avg_sq_scales: torch.Tensor | None = None
+
+    def masters_at(self, place: slice) -> torch.Tensor:
+        """Of a shard that has fp32 weights of its own: they are at this place of the bucket."""
+        assert self.masters is not None, "no shard has fp32 weights of its own"
+        return self.masters[place]
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments in fp32: the views themselves where they are stored so."""
-        if self.exp_avg_scales is None:
+        if self.exp_avg_scales is None or self.exp_avg_sq_scales is None:
             return self.exp_avg, self.exp_avg_sq
         return (
             decode(self.exp_avg, self.exp_avg_scales, root=False),
@@ -128,7 +133,7 @@ class Bucket:
 
     def store_moments(self, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, seed: int, start: int) -> None:
         """Keep what `moments` gave out and the caller changed. seed, start: as in `encode`; start is the bucket's."""
-        if self.exp_avg_scales is None:
+        if self.exp_avg_scales is None or self.exp_avg_sq_scales is None:
             assert exp_avg is self.exp_avg and exp_avg_sq is self.exp_avg_sq
             return
         for values, root, codes, scales in (
@@ -196,7 +201,7 @@ class StateFile:
             name: area.in_slot(slot)[: area.bucket_elements * area.dtype.itemsize].view(area.dtype)
             for name, area in self._areas.items()
         }
-        return Bucket(*(views.get(name) for name in Bucket.__dataclass_fields__))
+        return Bucket(**views)
 
     def stream(self, update: Callable[[int, torch.Tensor], Callable[[], object]]) -> None:
         """Take every bucket through `update(index, slot)` and back to the file; others are read and written meanwhile.
@@ -233,7 +238,7 @@ class StateFile:
             used = area.bucket_elements * area.dtype.itemsize
             # A view but for the scales, whose last block of each bucket is padded.
             views[name] = rows[:, :used].reshape(-1).view(area.dtype)
-        return Bucket(*(views.get(name) for name in Bucket.__dataclass_fields__))
+        return Bucket(**views)
 
     def _read(self, index: int, slot_is_free: Future | None) -> torch.Tensor:
         if slot_is_free is not None:

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.logits import ScoringContext
+from miles.backends.megatron_utils.parts.marks import mark
 
 
 class ValueHead(torch.nn.Module):
@@ -28,7 +29,7 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
         for parameter in self.parameters():
             # Each rank then sees its own part of the tokens: Megatron adds up such gradients.
-            parameter.sequence_parallel = config.sequence_parallel
+            mark(parameter, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., H] to float32 [...]: a value in half precision would have two or three digits."""

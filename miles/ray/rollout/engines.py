@@ -116,8 +116,8 @@ class Engines:
         """Those of `back` whose weights are not those of `others`, or, without others, of the last rollout."""
         asked = [*back, *others]
         versions = dict(zip(asked, await asyncio.gather(*map(_version_soon, asked)), strict=True))
-        right = {versions[client] for client in others} or {self._version}
-        right.discard(None)
+        theirs = {versions[client] for client in others} or {self._version}
+        right = {version for version in theirs if version is not None}
         return {
             client: RuntimeError(
                 f"it is there again with weights of version {versions[client]}, and the run is at version "

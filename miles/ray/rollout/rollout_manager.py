@@ -18,7 +18,7 @@ from miles.config.residency import policy_of
 from miles.ray.rollout.engine_memory import EngineMemory, RolloutMemory
 from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.rollout_state import read_state, write_state
-from miles.ray.rollout.run_length import with_num_rollout
+from miles.ray.rollout.run_length import longest_sample, with_num_rollout
 from miles.ray.rollout.training_data import RolloutResult, training_data
 from miles.residency.plan import ENGINE_REGIONS, Move, Region, back, engine_leaves
 from miles.rewards import load_reward
@@ -74,8 +74,8 @@ class RolloutManager:
         # Where there are engines, from the start on.
         self._pool: EnginePool | None = None
         self._collector: Collector | None = None
-        # --fully-async: whether generation has begun, and when that was, or the last batch was handed out.
-        self._in_background = False
+        # --fully-async: the collector, once it generates, and when that began, or the last batch was handed out.
+        self._background: Collector | None = None
         self._last_batch = 0.0
         self._watch: LoopWatch | None = None
         # Since memory left: no function of the user's can reach the engines.
@@ -93,7 +93,7 @@ class RolloutManager:
         self._watch = LoopWatch()
         try:
             if self._teacher is not None:
-                await self._teacher.check(self._longest_sample())
+                await self._teacher.check(longest_sample(config, self._data))
             await engines.start()
         except Exception:
             engines.kill()
@@ -150,11 +150,12 @@ class RolloutManager:
             self._let_in()
             version = await self._engines.version()
             groups, metrics = await self._groups(rollout_id, version)
-        if self._in_background:
+        if self._background is not None:
             start, self._last_batch = self._last_batch, time.monotonic()
         seconds = time.monotonic() - start
         metrics = {**metrics, "perf/rollout_time": seconds}
         if self._pool is not None:
+            assert config.rollout_num_gpus is not None, "it is derived where engines run"
             new_tokens = sum(sample.response_length for group in groups for sample in group)
             metrics["perf/tokens_per_gpu_per_sec"] = new_tokens / seconds / config.rollout_num_gpus
         return training_data(config, self._hooks, rollout_id, groups, version, metrics, seconds)
@@ -169,7 +170,9 @@ class RolloutManager:
         if config.load_debug_rollout_data is not None:
             return await self._loaded(rollout_id, config.load_debug_rollout_data), {}
         if hooks.rollout is not None:
-            made = await self._by_the_users_function(rollout_id)
+            with self._reachable_engines():
+                output = await hooks.rollout(config, rollout_id, self._data)
+            made = Collected(output.samples, output.samples, dict(output.metrics))
         elif self._collector is None:
             made = self._supervised()
         else:
@@ -178,11 +181,6 @@ class RolloutManager:
         hooks.filter_samples(config, made.groups)
         await self._dump(rollout_id, made.groups, None)
         return made.groups, made.metrics
-
-    async def _by_the_users_function(self, rollout_id: int) -> Collected:
-        with self._reachable_engines():
-            output = await self._hooks.rollout(self._config, rollout_id, self._data)
-        return Collected(output.samples, output.samples, dict(output.metrics))
 
     def _supervised(self) -> Collected:
         groups = take_groups(self._config, self._data, self._config.rollout_batch_size)
@@ -208,9 +206,9 @@ class RolloutManager:
     async def _collected(self, collector: Collector, rollout_id: int, version: int | None) -> Collected:
         if not self._config.fully_async:
             return await collector.collect(rollout_id, version)
-        if not self._in_background:
+        if self._background is None:
             # Not before the first weight sync: the weights of a checkpoint may be others.
-            self._in_background, self._last_batch = True, time.monotonic()
+            self._background, self._last_batch = collector, time.monotonic()
             collector.start()
         return await collector.take(rollout_id, version)
 
@@ -219,11 +217,16 @@ class RolloutManager:
 
         What was written is kept; with --partial-rollout it is gone on with, without it the samples begin anew.
         """
-        await self._pool.hold()
+        await self._running_pool.hold()
 
     async def release(self) -> None:
         """Let generation go on, with the weights that have come."""
-        self._pool.release()
+        self._running_pool.release()
+
+    @property
+    def _running_pool(self) -> EnginePool:
+        assert self._pool is not None, "no engines run"
+        return self._pool
 
     async def evaluate(self, rollout_id: int, before_training: bool) -> dict[str, float]:
         """Sample and score every evaluation set; returns `eval/*` metrics.
@@ -238,8 +241,8 @@ class RolloutManager:
         config, hooks = self._config, self._hooks
         async with self._memory.in_use(f"the evaluation after rollout {rollout_id}"):
             self._let_in()
-            if self._in_background:
-                self._collector.pause()
+            if self._background is not None:
+                self._background.pause()
             try:
                 if hooks.evaluate is None:
                     output = await self._evaluator.run(rollout_id, self._evaluation_runner)
@@ -249,8 +252,8 @@ class RolloutManager:
                         output = await hooks.evaluate(config, rollout_id, self._data)
                     metrics = evaluation_metrics(config, output.data) | dict(output.metrics)
             finally:
-                if self._in_background:
-                    self._collector.resume()
+                if self._background is not None:
+                    self._background.resume()
         for name, samples in output.data.items():
             await self._dump(rollout_id, [samples], f"{name}-before_train" if before_training else name)
         return {} if hooks.log_eval(config, rollout_id, output.data, metrics) else metrics
@@ -258,7 +261,7 @@ class RolloutManager:
     def _evaluation_runner(self, hooks: Hooks) -> GroupRunner:
         # What generates looks for the limit where a rollout has it.
         config = self._config.model_copy(update={"rollout_max_context_len": self._config.eval_max_context_len})
-        return GroupRunner(config, self._pool, hooks, evaluation=True)
+        return GroupRunner(config, self._running_pool, hooks, evaluation=True)
 
     async def _dump(self, rollout_id: int, groups: Groups, evaluation: str | None) -> None:
         config = self._config
@@ -338,7 +341,7 @@ class RolloutManager:
     def _let_in(self) -> None:
         if self._cut_off:
             self._cut_off = False
-            self._pool.release()
+            self._running_pool.release()
 
     async def save(self, folder: Path, rollout_id: int, version: int) -> None:
         """Write into `folder` where the prompts and the samples in flight are between `rollout_id` and the next.
@@ -348,8 +351,8 @@ class RolloutManager:
         Args:
             version: of the engines' weights.
         """
-        begun_ahead = self._before is not None and self._before[0] == rollout_id + 1
-        state = self._before[1] if begun_ahead else self._state()
+        before = self._before
+        state = before[1] if before is not None and before[0] == rollout_id + 1 else self._state()
         await asyncio.to_thread(write_state, folder, state, version)
 
     async def load(self, folder: Path) -> int:
@@ -375,9 +378,9 @@ class RolloutManager:
 
     async def dispose(self) -> None:
         """Stop generating, close connections and end the servers that Miles started. A second call does nothing."""
-        if self._in_background:
-            self._in_background = False
-            await self._collector.stop()
+        if self._background is not None:
+            stopped, self._background = self._background, None
+            await stopped.stop()
         if self._pool is not None:
             await close_server(self._pool)
         if self._teacher is not None:
@@ -385,16 +388,6 @@ class RolloutManager:
         await self._engines.close()
         if self._watch is not None:
             self._watch.close()
-
-    def _longest_sample(self) -> int:
-        """Tokens of prompt and response that a sample may have."""
-        config = self._config
-        with errors_of_source(config):
-            longest = self._data.longest_prompt + config.rollout_max_response_len
-        if config.custom_generate_function_path is not None:
-            # What tools say comes on top of the response.
-            return config.rollout_max_context_len or longest
-        return min(longest, config.rollout_max_context_len or longest)
 
 
 def _regions(verb: str, tags: Sequence[str]) -> list[Region]:

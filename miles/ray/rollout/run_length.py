@@ -1,8 +1,9 @@
-"""How many rollouts a run has."""
+"""How many rollouts a run has, and how long a sample may be."""
 
 import logging
 
 from miles.config import RunConfig
+from miles.rollout.prompts.data_source import DataSource, errors_of_source
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,3 +47,14 @@ def with_num_rollout(config: RunConfig, prompts_per_epoch: int) -> RunConfig:
             f"--num-epoch {config.num_epoch} to the actor; give at most {num_rollout - 1}"
         )
     return config.model_copy(update={"num_rollout": num_rollout})
+
+
+def longest_sample(config: RunConfig, data: DataSource) -> int:
+    """Tokens of prompt and response that a sample may have, where engines run."""
+    assert config.rollout_max_response_len is not None, "a rule asks for it"
+    with errors_of_source(config):
+        longest = data.longest_prompt + config.rollout_max_response_len
+    if config.custom_generate_function_path is not None:
+        # What tools say comes on top of the response.
+        return config.rollout_max_context_len or longest
+    return min(longest, config.rollout_max_context_len or longest)

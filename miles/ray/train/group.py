@@ -1,4 +1,4 @@
-"""TrainGroup: the trainer's ranks as one object, with one async call per verb; CriticGroup: the critic's."""
+"""A model's ranks as one object, with one async call per verb: TrainGroup the actor's, CriticGroup the critic's."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 30.0
 
 
-class TrainGroup:
+class RankGroup:
     """Fans each call out to every rank and returns when all ranks are done.
 
     A failure is logged as soon as its rank has it. Ranks that have not answered GRACE_SECONDS later, since they wait
@@ -33,7 +33,7 @@ class TrainGroup:
     """
 
     launch = MEGATRON
-    name = "trainer"
+    name: str
 
     def __init__(self, config: RunConfig, rank_options: list[dict], nodes: list[str]):
         self.config = config
@@ -53,7 +53,8 @@ class TrainGroup:
 
     @property
     def _rank_class(self) -> str:
-        return self.launch.actor
+        """Path of the class of a rank."""
+        raise NotImplementedError
 
     async def _all(self, method: str, *args, per_rank: list[tuple] | None = None) -> list:
         """Call `method` on every rank with `args`, and then those of its own."""
@@ -107,19 +108,6 @@ class TrainGroup:
         """Send the weights to every engine; returns perf metrics."""
         return _merged(await self._all("update_weights", version))
 
-    async def train(
-        self, rollout_id: int, shards: list[ray.ObjectRef], values: list[ray.ObjectRef | None] | None = None
-    ) -> dict[str, float]:
-        """Train on one rollout; returns train/*, rollout/* and perf/* metrics.
-
-        Args:
-            shards: an object reference a data-parallel rank.
-            values: one a rank, of what its critic thinks of its shard; None without a critic.
-        """
-        own = self._shards_of_ranks(shards)
-        per_rank = [(shard,) for shard in own] if values is None else list(zip(own, values, strict=True))
-        return _merged(await self._all("train", rollout_id, per_rank=per_rank))
-
     def _shards_of_ranks(self, shards: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
         numbers = [self.launch.shard_of_rank(self.config, rank) for rank in range(len(self.ranks))]
         assert set(numbers) == set(range(len(shards))), f"{len(shards)} shards for the ranks' {sorted(set(numbers))}"
@@ -154,8 +142,31 @@ class TrainGroup:
         return _added_up(await self._all("clear_memory"))
 
 
-class CriticGroup(TrainGroup):
-    """The critic's ranks, in the actor's layout. Arguments as for TrainGroup."""
+class TrainGroup(RankGroup):
+    """The actor's ranks. Arguments as for RankGroup."""
+
+    name = "trainer"
+
+    @property
+    def _rank_class(self) -> str:
+        return self.launch.actor
+
+    async def train(
+        self, rollout_id: int, shards: list[ray.ObjectRef], values: list[ray.ObjectRef | None] | None = None
+    ) -> dict[str, float]:
+        """Train on one rollout; returns train/*, rollout/* and perf/* metrics.
+
+        Args:
+            shards: an object reference a data-parallel rank.
+            values: one a rank, of what its critic thinks of its shard; None without a critic.
+        """
+        own = self._shards_of_ranks(shards)
+        per_rank = [(shard,) for shard in own] if values is None else list(zip(own, values, strict=True))
+        return _merged(await self._all("train", rollout_id, per_rank=per_rank))
+
+
+class CriticGroup(RankGroup):
+    """The critic's ranks, in the actor's layout. Arguments as for RankGroup."""
 
     name = "critic"
 

@@ -50,6 +50,7 @@ async def generate(config: RunConfig, sample: Sample, sampling_params: dict[str,
 
     def room(context: int = 0) -> int:
         """Tokens that the model may write once `context` more tokens of others are there."""
+        assert config.rollout_max_context_len is not None, "a rule asks for it"
         return min(allowed - sample.trained_length, config.rollout_max_context_len - len(sample.tokens) - context)
 
     while True:

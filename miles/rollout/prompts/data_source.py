@@ -185,6 +185,7 @@ class RolloutDataSource(DataSource):
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+        assert config.prompt_data is not None, "a rule asks for it"
         self._datasets = [
             PromptDataset.from_config(config, path, tokenizer, input_key=config.input_key, label_key=config.label_key)
             for path in config.prompt_data

@@ -112,11 +112,12 @@ class Session:
             if self._parser is None:
                 raise BadRequest("tools can't be used: the run has no --generate-tool-call-parser")
             try:
-                self._parser.check(request.tools)
+                self._parser.check(request.tools or ())
             except UserError as error:
                 raise BadRequest(f"tools: {error}") from error
         piece, draft = self._draft(request)
         task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
         self._requests.add(task)
         if piece is not None:
             piece.busy = True
@@ -191,7 +192,9 @@ class Session:
         written = draft.tokens[prompt_tokens:]
         text = self._chat.text(written, parameters.get("stop_token_ids") or ())
         truncated = draft.status is Sample.Status.TRUNCATED
-        turn = self._parser.parse(text, request.tools) if request.calls and not truncated else None
+        turn = None
+        if self._parser is not None and request.calls and not truncated:
+            turn = self._parser.parse(text, request.tools or ())
         if turn is None or not turn.calls:
             cut = min((place for place in map(text.find, stop_texts) if place >= 0), default=None)
             turn = ParsedTurn(text[:cut], [])
@@ -215,6 +218,7 @@ class Session:
         config = self._config
         written = sum(sample.trained_length for sample in self._samples())
         left = self._sampling["max_new_tokens"] - written
+        assert config.rollout_max_context_len is not None, "a rule asks for it"
         context = config.rollout_max_context_len - prompt_tokens
         if piece is not None and piece.turns >= config.generate_max_turns:
             limit = f"the model has answered {piece.turns} times in this conversation (--generate-max-turns)"
@@ -349,7 +353,8 @@ async def server_of(config: RunConfig, pool: EnginePool) -> SessionServer:
 
 async def close_server(pool: EnginePool) -> None:
     """End the server of this pool, if `server_of` started one."""
-    if (starting := pool.shared.pop(_SERVER, None)) is not None:
+    starting: asyncio.Task[SessionServer] | None = pool.shared.pop(_SERVER, None)
+    if starting is not None:
         [server] = await asyncio.gather(starting, return_exceptions=True)
         if isinstance(server, SessionServer):
             await server.close()

@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from miles.backends.megatron_utils.parts.context_parallel import gather_tokens
 from miles.backends.megatron_utils.parts.kernels import flex, varlen
+from miles.backends.megatron_utils.parts.marks import mark
 from miles.backends.megatron_utils.parts.packed import PackedSequences, PaddedGroup
 from miles.backends.megatron_utils.parts.rope import rotate
 
@@ -71,8 +72,7 @@ class PackedAttention(MegatronModule):
         if options.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            self.softmax_offset.tensor_model_parallel = True
-            self.softmax_offset.partition_dim, self.softmax_offset.partition_stride = 0, 1
+            mark(self.softmax_offset, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
     def forward(
         self, query, key, value, attention_mask, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None

@@ -187,9 +187,8 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def in_natural_order(x_T: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
     """The tokens of all context-parallel ranks as they follow each other; gradients are summed."""
-    if packed.cp_group is None:
-        return x_T
-    return gather_tokens(x_T, packed.cp_group).index_select(0, packed.natural_order())
+    order = packed.natural_order()
+    return x_T if order is None else gather_tokens(x_T, packed.cp_group).index_select(0, order)
 
 
 def key_spans(packed: PackedSequences, start: int, count: int, queries: int) -> Iterator[tuple[slice, int, int]]:

@@ -29,6 +29,7 @@ def varlen(query_TND, key_TGD, value_TGE, packed: PackedSequences, options, scal
     bounds = packed.varlen_bounds(options.chunk)
     # Where a run has more keys than queries, the kernel aligns their ends.
     out_TND = varlen_attn(query_TND, key_TGD, value_TGD, *bounds, scale=scale, window_size=(window, 0))
+    assert isinstance(out_TND, torch.Tensor), "without what it is asked for it returns nothing else"
     return out_TND[..., :size]
 
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from miles.backends.megatron_utils.parts.attention import AttentionOptions
+from miles.backends.megatron_utils.parts.marks import mark
 from miles.backends.megatron_utils.parts.norms import RMSNorm
 from miles.backends.megatron_utils.parts.packed import PackedSequences
 from miles.backends.megatron_utils.parts.rope import rotate
@@ -37,7 +38,7 @@ class Duplicated(torch.nn.Module):
     def __init__(self, config: MLATransformerConfig, input_size: int, output_size: int):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)

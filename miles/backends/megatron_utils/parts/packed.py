@@ -66,7 +66,7 @@ class PackedSequences(PackedSeqParams):
         cp_group: the context-parallel group; None where a rank holds whole sequences.
     """
 
-    position_ids_T: torch.Tensor = None
+    position_ids_T: torch.Tensor = field(kw_only=True)
     ropes: Mapping[str, Rope] = field(default_factory=dict)
     angles: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = field(default_factory=dict)
     starts: tuple[int, ...] = ()
@@ -114,7 +114,9 @@ class PackedSequences(PackedSeqParams):
 
         def make():
             runs = self.runs(chunk)
-            return self.natural_order()[torch.from_numpy(ranges(runs.key_starts, runs.key_lengths)).to(self.device)]
+            order = self.natural_order()
+            assert order is not None, "for context parallelism"
+            return order[torch.from_numpy(ranges(runs.key_starts, runs.key_lengths)).to(self.device)]
 
         return self.once(("run keys", chunk), make)
 

