@@ -4,8 +4,6 @@ python train.py --config scripts/demo/grpo.yaml
 python train.py --help
 """
 
-import asyncio
-
 from miles.config import RunConfig
 from miles.tracking.sinks import Sinks, trackers
 from miles.utils.arguments import parse_args
@@ -74,6 +72,8 @@ def main() -> None:
     """Parse the command line and run; a user's mistake ends in one sentence, anything else in its traceback."""
     with ends_in_a_sentence():
         config = parse_args()
+
+        import asyncio
 
         from miles.ray.cluster import session
         from miles.ray.failure import written_down

@@ -40,7 +40,7 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.backends.sglang_utils.server_process import ServerDied, ServerProcess
 from miles.config import RunConfig
 from miles.engines.client import SGLangClient
-from miles.rewards import compute_rewards
+from miles.rewards.compute import compute_rewards
 from miles.rollout.answers import end_token_ids
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool

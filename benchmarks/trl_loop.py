@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from miles.config import RunConfig
-from miles.rewards import load_reward
+from miles.rewards.compute import load_reward
 from miles.rollout.prompts.data_source import RolloutDataSource
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample

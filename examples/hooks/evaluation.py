@@ -6,7 +6,7 @@ Asks the first prompts of the training data again, greedily, as a set of the nam
 import asyncio
 import dataclasses
 
-from miles.rewards import compute_rewards
+from miles.rewards.compute import compute_rewards
 from miles.rollout.base_types import RolloutFnEvalOutput
 from miles.rollout.data_source import PromptDataset
 from miles.rollout.engine_pool import current

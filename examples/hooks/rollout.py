@@ -6,7 +6,7 @@ Answers every prompt with two groups of samples, and trains on the better one.
 import asyncio
 import copy
 
-from miles.rewards import compute_rewards
+from miles.rewards.compute import compute_rewards
 from miles.rollout.base_types import RolloutFnTrainOutput
 from miles.rollout.generate import Sampling, generate
 

@@ -17,7 +17,6 @@ that it can't read them, end the tests early, or return an object that equals an
 """
 
 import ast
-import asyncio
 import functools
 import json
 import os
@@ -69,6 +68,8 @@ async def code_reward(config: "RunConfig", sample: "Sample") -> float:
         ValueError: the label holds no tests, or tests that never call the program.
         SandboxError: the sandbox can't be had here.
     """
+    import asyncio  # here, so that a command line is read without it
+
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_pool(), judge, label_of(sample), sample.response)
 

@@ -4,7 +4,6 @@ Worker processes, because sympy may compute for hours inside one call: the kerne
 for one answer, wherever it is, and whatever thread asked.
 """
 
-import asyncio
 import functools
 import importlib.util
 import os
@@ -66,6 +65,8 @@ async def judge_box(label: str, text: str) -> float:
 
 async def judge(label: str, response: str) -> float:
     """`math_reward` of two texts."""
+    import asyncio  # here, so that a command line is read without it
+
     loop = asyncio.get_running_loop()
     pool = _pool()
     return await loop.run_in_executor(pool.threads, pool.judge, label, response)

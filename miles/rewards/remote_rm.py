@@ -4,7 +4,6 @@ It gets POST {"prompt", "response", "label"} as JSON, label null where there is 
 an object of numbers (--reward-key names the one that trains), or null to abstain.
 """
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -12,6 +11,8 @@ from weakref import WeakKeyDictionary
 from miles.rewards.reward import Reward
 
 if TYPE_CHECKING:
+    import asyncio
+
     from miles.config import RunConfig
     from miles.utils.types import Sample
 
@@ -21,7 +22,7 @@ _RETRIED_STATUS = (408, 429)
 _SHOWN = 200  # characters of an answer in an error
 
 # Requests in flight, of all groups of one event loop.
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_slots: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = WeakKeyDictionary()
 
 
 class RemoteRewardError(RuntimeError):
@@ -39,6 +40,8 @@ async def remote_reward(config: "RunConfig", sample: "Sample") -> Any:
         RemoteRewardError: the last attempt failed, or one has another status or an answer that is not JSON or over
             1 MiB.
     """
+    import asyncio  # here, so that a command line is read without it
+
     url, loop = config.rm_url, asyncio.get_running_loop()
     assert url is not None, "the record says that it needs one"
     slots = _slots.setdefault(loop, asyncio.Semaphore(config.rm_max_concurrency))

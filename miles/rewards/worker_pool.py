@@ -1,6 +1,5 @@
 """Processes that judge answers, a JSON request a line in, a JSON result a line out, and the threads that ask them."""
 
-import asyncio
 import json
 import subprocess
 import threading
@@ -39,6 +38,8 @@ class WorkerPool:
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a request. Raises WorkerEnded; the next request gets a new worker."""
+        import asyncio  # here, so that a command line is read without it
+
         return await asyncio.get_running_loop().run_in_executor(self.threads, self.ask, request)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

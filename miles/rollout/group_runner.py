@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from miles.config import RunConfig
-from miles.rewards import RewardCounts, check_errors, compute_rewards
+from miles.rewards.compute import RewardCounts, check_errors, compute_rewards
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.rollout.hooks import Hooks

@@ -21,7 +21,7 @@ from miles.ray.rollout.rollout_state import read_state, write_state
 from miles.ray.rollout.run_length import longest_sample, with_num_rollout
 from miles.ray.rollout.training_data import RolloutResult, training_data
 from miles.residency.plan import ENGINE_REGIONS, Move, Region, back, engine_leaves
-from miles.rewards import load_reward
+from miles.rewards.compute import load_reward
 from miles.rollout.collector import Collected, Collector
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.evaluate import Evaluator, evaluation_metrics

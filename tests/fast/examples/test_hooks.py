@@ -15,7 +15,7 @@ from miles.config import RunConfig
 from miles.config.hooks import HooksConfig
 from miles.config.names import flag_of
 from miles.engines.client import SGLangClient
-from miles.rewards import compute_rewards, load_reward
+from miles.rewards.compute import compute_rewards, load_reward
 from miles.rollout.engine_pool import EnginePool
 from miles.rollout.generate import Sampling
 from miles.rollout.hooks import load_hooks

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from miles.rewards import BUILT_IN, built_in, compute_rewards
+from miles.rewards import BUILT_IN, built_in
 from miles.rewards.answers import after_thinking, last_box
+from miles.rewards.compute import compute_rewards
 from miles.rewards.dapo import dapo_reward, normalize
 from miles.rewards.f1 import f1_reward
 from miles.rewards.gpqa import find_choice, gpqa_reward

@@ -3,8 +3,9 @@ import time
 
 import pytest
 
-from miles.rewards import code, compute_rewards, sandbox
+from miles.rewards import code, sandbox
 from miles.rewards.code import find_program, judge, read_tests
+from miles.rewards.compute import compute_rewards
 from miles.utils.types import Sample
 
 ADD = json.dumps({"tests": "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"})
@@ -186,6 +187,7 @@ def test_cheating_does_not_pay(program, tests):
     assert judge(json.dumps({"tests": tests}), program) == 0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("label", [SUMS, CALLS, ADD])
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time\ntime.sleep(99)", "def add(a, b):\n    while True: pass\nadd(1, 2)"]
@@ -196,6 +198,7 @@ def test_a_program_that_does_not_end_is_worth_nothing(label, program, short):
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.real
 def test_a_program_that_reads_nothing_can_be_sent_much(short):
     label = json.dumps({"tests": "assert add(1, 'x' * 900_000) == 3"})
     assert judge(label, RIGHT.replace("return", "import time; time.sleep(99); return")) == 0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from miles.rewards import check_errors, compute_rewards, load_reward
 from miles.rewards import compute as compute_module
 from miles.rewards import custom as custom_module
+from miles.rewards.compute import check_errors, compute_rewards, load_reward
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 

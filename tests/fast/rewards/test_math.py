@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from miles.rewards import compute_rewards
+from miles.rewards.compute import compute_rewards
 from miles.rewards.math import MathPool, MathTimeout
 from miles.utils.types import Sample
 
@@ -102,6 +102,7 @@ def test_an_unreadable_label_is_an_error(pool, label):
         judge(pool, label, "4")
 
 
+@pytest.mark.real
 def test_a_hang_ends_by_itself_and_the_worker_is_replaced():
     pool = MathPool(workers=1, time_limit_s=2.0)
     try:

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from miles.rewards import BUILT_IN, compute_rewards, reasoning_gym
+from miles.rewards import BUILT_IN, reasoning_gym
+from miles.rewards.compute import compute_rewards
 from miles.rewards.reasoning_gym import find_answer, reasoning_gym_reward
 from miles.tools.make_prompts import reasoning_gym_rows
 from miles.utils.arguments import parse_args
@@ -130,6 +131,7 @@ async def test_an_answer_never_touches_the_next(pool):
     assert [worker.pid for worker in pool._workers.values()] == pids
 
 
+@pytest.mark.real
 def test_limits_hold_in_any_thread(pool):
     """Both kinds of endless answers: those that compute, and those that wait."""
     samples = [sample_of("countdown", "9**9**9**9"), sample_of("spiral_matrix", "[__import__('time').sleep(999)]")]

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from miles.rewards import compute_rewards, remote_rm
+from miles.rewards import remote_rm
+from miles.rewards.compute import compute_rewards
 from miles.utils.types import Sample
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from miles.config.run_config import RunConfig
-from miles.rewards import compute_rewards, load_reward
+from miles.rewards.compute import compute_rewards, load_reward
 from miles.rollout.generate_hub import agentic_tool_call
 from miles.rollout.hooks import load_generate, load_hooks
 from miles.rollout.prompts.data_source import load_data_source, take_groups

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from miles.engines.client import SGLangClient
-from miles.rewards import BUILT_IN, compute_rewards
+from miles.rewards import BUILT_IN
+from miles.rewards.compute import compute_rewards
 from miles.rollout.answers import Answer, extend
 from miles.rollout.collector import Collector
 from miles.rollout.engine_pool import EnginePool

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from miles.ray.rollout.training_data import check_complete, training_data
-from miles.rewards import RewardCounts, check_errors
+from miles.rewards.compute import RewardCounts, check_errors
 from miles.rollout.hooks import Hooks
 from miles.rollout.user_functions import log_rollout
 from miles.utils.arguments import parse_args
