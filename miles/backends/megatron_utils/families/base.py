@@ -26,12 +26,14 @@ class Family:
 
     architectures: the names in a checkpoint's config.json. ignored_suffixes: endings of names that a checkpoint may
     list and that are no weights. config_class: Megatron's configuration. final_norm: the norm before the head.
+    post_attention_norm: a layer's name for the norm between attention and residual; None: there is none.
     """
 
     architectures: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
     config_class: type[TransformerConfig] = TransformerConfig
     final_norm: type = RMSNorm
+    post_attention_norm: str | None = None
     qkv_bias = False
     qk_norm = False
 
@@ -189,6 +191,9 @@ class Family:
             found.append(norm_entry(attention + "q_layernorm.weight", attn + "q_norm.weight", head_dim))
             found.append(norm_entry(attention + "k_layernorm.weight", attn + "k_norm.weight", head_dim))
         found.append(Entry(Row(), attention + "linear_proj.weight", (attn + "o_proj.weight",), ((hidden, rows[0]),)))
+        if self.post_attention_norm is not None:
+            post = attention + "linear_proj.post_layernorm.weight"
+            found.append(norm_entry(post, hf + self.post_attention_norm + ".weight", hidden))
         return found
 
     def mlp_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:

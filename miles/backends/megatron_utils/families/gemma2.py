@@ -24,6 +24,7 @@ class Gemma2(Family):
 
     architectures = ("Gemma2ForCausalLM",)
     final_norm = PlusOneNorm
+    post_attention_norm = "post_attention_layernorm"
 
     def problems(self, hf_config: PreTrainedConfig) -> list[str]:
         return super().problems(hf_config) + layer_type_problems(hf_config)
@@ -54,14 +55,6 @@ class Gemma2(Family):
             dtype = model.embedding.word_embeddings.weight.dtype
             factor = torch.tensor(hf_config.hidden_size**0.5, dtype=dtype).item()
             model.embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
-
-    def attention_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:
-        post = norm_entry(
-            megatron + "self_attention.linear_proj.post_layernorm.weight",
-            hf + "post_attention_layernorm.weight",
-            hf_config.hidden_size,
-        )
-        return [*super().attention_entries(hf_config, hf, megatron), post]
 
     def mlp_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:
         hidden, ffn = hf_config.hidden_size, hf_config.intermediate_size

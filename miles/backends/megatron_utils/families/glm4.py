@@ -16,6 +16,7 @@ class Glm4(Family):
     """Llama's layers with a norm after attention and MLP too, half of each head rotated in neighbouring pairs."""
 
     architectures = ("Glm4ForCausalLM",)
+    post_attention_norm = "post_self_attn_layernorm"
 
     def allowed_values(self) -> dict[str, tuple]:
         return {**super().allowed_values(), "attention_bias": (False, True)}
@@ -28,14 +29,6 @@ class Glm4(Family):
 
     def layer_spec(self, hf_config: PreTrainedConfig, megatron_config: TransformerConfig, layer: int) -> ModuleSpec:
         return dense_layer(megatron_config, self.attention_options(hf_config, layer), row=RowParallelPostNorm)
-
-    def attention_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:
-        post = norm_entry(
-            megatron + "self_attention.linear_proj.post_layernorm.weight",
-            hf + "post_self_attn_layernorm.weight",
-            hf_config.hidden_size,
-        )
-        return [*super().attention_entries(hf_config, hf, megatron), post]
 
     def mlp_entries(self, hf_config: PreTrainedConfig, hf: str, megatron: str) -> list[Entry]:
         hidden, ffn = hf_config.hidden_size, hf_config.intermediate_size
