@@ -7,7 +7,6 @@ The teacher's log-probabilities are at temperature 1, whatever --rollout-tempera
 only where it draws. The student's are at --rollout-temperature.
 """
 
-import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from miles.config import RunConfig
 from miles.engines.client import SGLangClient, SGLangError
 from miles.rollout.slots import Slots
 from miles.utils.errors import UserError
+from miles.utils.tasks import all_of
 from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Teacher:
             ValueError: a server does not answer, can't take `longest` tokens, has another vocabulary, or another model
                 than the first server.
         """
-        answers = await asyncio.gather(*(self._probe(client, longest) for client in self._clients))
+        answers = await all_of([self._probe(client, longest) for client in self._clients])
         for client, answer in zip(self._clients, answers, strict=True):
             difference = np.abs(np.subtract(answer, answers[0])).mean()
             if difference > LARGEST_DIFFERENCE:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from miles.engines.client import SGLangError
 from miles.utils.network import free_ports
+from miles.utils.tasks import all_of
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.session import delivery
 from miles.weight_sync.target import EngineTarget
@@ -70,7 +71,7 @@ class BroadcastTransport(Transport):
             )
             offset += engine.tp_size
         made = _in_thread(lambda: self._make_group(listener, port, world_size, backend))
-        await _until_failure([made, *calls])
+        await all_of([made, *calls])
         return made.result()
 
     def _make_group(self, listener: socket.socket, port: int, world_size: int, backend: str) -> dist.ProcessGroup:
@@ -112,7 +113,7 @@ class BroadcastTransport(Transport):
             client = self._link.clients[number]
             taking = client.update_weights_from_distributed(names, dtypes, shapes, group_name=self._name)
             calls.append(delivery(engine.url, names, taking))
-        await _until_failure([_in_thread(lambda: self._broadcast(flat, ready)), *calls])
+        await all_of([_in_thread(lambda: self._broadcast(flat, ready)), *calls])
 
     def _broadcast(self, flat: torch.Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is None:
@@ -162,7 +163,7 @@ class BroadcastTransport(Transport):
     async def _disconnect(self, link: Link) -> None:
         group, self._group = self._group, None
         leaving = [link.clients[number].destroy_weights_update_group(self._name) for number in self.engines]
-        await _until_failure([_in_thread(lambda: dist.destroy_process_group(group)), *leaving])
+        await all_of([_in_thread(lambda: dist.destroy_process_group(group)), *leaving])
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
@@ -188,13 +189,3 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
 
     threading.Thread(target=run, daemon=True).start()
     return result
-
-
-async def _until_failure(actions: Iterable[asyncio.Future | Coroutine[Any, Any, Any]]) -> None:
-    """Wait until all have ended, or until one fails, which is raised: the others may then wait for it in vain."""
-    tasks = [asyncio.ensure_future(action) for action in actions]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in pending:
-        task.cancel()
-    for task in done:
-        task.result()
