@@ -2,6 +2,7 @@
 
 import inspect
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -12,7 +13,7 @@ import typer
 from launcher import cluster, job
 from launcher.options import Options, variable_of
 from launcher.plan import Plan
-from launcher.prepare import execute, run_steps, steps
+from launcher.prepare import run_steps, steps
 from launcher.recipe import Recipe
 from miles.utils.errors import UserError, ends_in_a_sentence
 
@@ -51,8 +52,11 @@ def full_train(plan: Plan) -> None:
 
 
 def check(plan: Plan) -> None:
-    """Say whether train.py accepts the configuration, and what each of its values is."""
-    execute([*plan.train_command(), "--print-config"], plan.options.dry_run)
+    """Say whether the run fits its hardware, without a GPU: memory of each phase and time, or what is wrong."""
+    command = [*plan.train_command(), "--check", "--check-hardware", plan.hardware]
+    print(shlex.join(command), flush=True)
+    if not plan.options.dry_run:
+        sys.exit(subprocess.run(command).returncode)
 
 
 ACTIONS: Mapping[str, Action] = {"prepare": prepare, "train": train, "full-train": full_train, "check": check}

@@ -15,6 +15,12 @@ from miles.utils.errors import UserError
 
 NODES_S = 1800.0  # until all nodes of a SLURM job have joined
 WAIT_S = 1.0
+# A machine that is busy takes longer than Ray's half minute to start what answers at the dashboard.
+START = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
+}
 CONNECT_S = 5.0
 
 
@@ -75,8 +81,6 @@ def started(plan: Plan) -> Iterator[str]:
     Raises:
         UserError: something else has its ports, or nodes are missing.
     """
-    import ray
-
     for port in (plan.options.ray_port, plan.options.dashboard_port):
         if _answers("127.0.0.1", port):
             raise UserError(
@@ -84,7 +88,9 @@ def started(plan: Plan) -> Iterator[str]:
                 "with --ray-port and --dashboard-port"
             )
     print(shlex.join(head_command(plan)), flush=True)
-    os.environ |= {"RAY_GCS_SERVER_PORT": str(plan.options.ray_port), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_GCS_SERVER_PORT": str(plan.options.ray_port), **START}
+    import ray  # which reads them
+
     ray.init(
         address="local",
         include_dashboard=True,

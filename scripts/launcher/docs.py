@@ -19,7 +19,8 @@ TEXT = """\
 # Recipes
 
 Written by `python scripts/launcher/docs.py` from the records in `scripts/run_*.py`; a test keeps it current, and
-another puts every layout below through all checks of the configuration, with the published config.json.
+another puts every layout below through all checks of the configuration, and through `--check`, with the published
+config.json.
 
     python scripts/run_qwen3_4b.py                            # download what is missing, then train
     python scripts/run_qwen3_4b.py --dry-run                  # print the commands, run none
@@ -29,9 +30,9 @@ another puts every layout below through all checks of the configuration, with th
 | subcommand | what it does |
 | --- | --- |
 | `prepare` | downloads (or makes) checkpoint and prompts, each only where it is not whole |
-| `train` | starts or joins a Ray cluster, and runs `train.py` as a Ray job on it; Ctrl-C ends what was started |
+| `train` | starts or joins a [Ray cluster](../getting-started/cluster.md), and runs `train.py` on it; Ctrl-C ends it |
 | `full-train` | both; so does a script without a subcommand |
-| `check` | prints every value of the configuration, or what is wrong with it |
+| `check` | prints the memory of each phase and the time of a step on `--hardware`, or what is wrong; needs no GPU |
 
 Quantised checkpoints need no conversion: [they are read as they are](../advanced/quantised-checkpoints.md). The
 same `--run-id` again goes on from the run's newest checkpoint. `HF_TOKEN` and `WANDB_API_KEY` are read from the

@@ -79,12 +79,12 @@ def run_steps(todo: list[Step], dry_run: bool) -> None:
             continue
         if not step.command:
             raise UserError(f"--hf-checkpoint: {step.missing()}")
-        execute(step.command, dry_run)
+        _execute(step.command, dry_run)
         if not dry_run and (missing := step.missing()):
             raise UserError(f"{shlex.join(step.command)} ended well, and yet {missing}")
 
 
-def execute(command: list[str], dry_run: bool = False) -> None:
+def _execute(command: list[str], dry_run: bool) -> None:
     """Print a command and run it in the repository. Raises UserError where it fails."""
     print(shlex.join(command), flush=True)
     if dry_run:

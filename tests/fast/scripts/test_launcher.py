@@ -203,6 +203,10 @@ def test_a_port_that_is_taken_is_named(folder):
                 pass
 
 
+def test_check_looks_at_the_hardware_without_a_gpu(run, folder):
+    assert "--check --check-hardware GB300" in run("check", "--dry-run", "--hardware", "GB300")[1]
+
+
 def test_deepseek_v4_has_the_subcommands_of_miles_own_script(run):
     module = module_of(ROOT / "scripts/run_deepseek_v4.py")
     choice = ("--hardware", "H200", "--num-nodes", "8")

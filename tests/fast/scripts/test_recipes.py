@@ -5,9 +5,12 @@ import math
 import pytest
 
 from miles.backends.megatron_utils.families import family_for
+from miles.check.hardware import hardware_named
+from miles.check.ledger import ledger_of
+from miles.check.parameters import read_model
 from miles.config.resolve import resolve
 from miles.hf.config import load_hf_config
-from tests.fast.scripts.launching import SCRIPTS, choices, make_folders, plan_of, recipe_of
+from tests.fast.scripts.launching import SCRIPTS, choices, make_folders, plan_of, published_config, recipe_of
 
 RECIPES = {path.stem: recipe_of(path) for path in SCRIPTS}
 MODELS = {model.name: model for name, recipe in RECIPES.items() if name != "run_tiny" for model in recipe.models}
@@ -65,6 +68,19 @@ def test_every_layout_is_accepted(script, folders):
                     resolved = resolve(plan.train_command()[2:])
                     assert not resolved.warnings, f"{model.name} {choice} {more}"
                     assert resolved.config.world_size == plan.num_nodes * plan.gpus_per_node
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name == published_config(name).stem])
+def test_every_layout_fits_its_hardware(name, folders):
+    """By the ledger of `train.py --check`: GPUs and hosts have room in every phase, an engine for a sample."""
+    (recipe,) = (recipe for recipe in RECIPES.values() if MODELS[name] in recipe.models)
+    for layout in MODELS[name].layouts:
+        counted = None
+        for choice in choices(layout):
+            config = resolve(plan_of(recipe, folders, model_name=name, **choice).train_command()[2:]).config
+            counted = counted or read_model(config)  # the same whatever the hardware
+            shortages = ledger_of(config, hardware_named(choice["hardware"]), counted).shortages
+            assert bool(shortages) == bool(MODELS[name].waits_for), f"{choice}: {shortages}"
 
 
 @pytest.mark.parametrize("script", ["run_qwen3_4b", "run_deepseek_v4"])
