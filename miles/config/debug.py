@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from miles.config.effect import OnlyWith
 from miles.config.paths import SAMPLE_FILE_ENDINGS, InputTemplate, OutputFile, OutputFolder
 from miles.config.section import Derived, Section, derives, rule
 from miles.config.values import Values
+
+ProfileTarget = Literal["train_overall", "train_actor", "train_log_probs"]
+WITH_PROFILER = OnlyWith("--use-pytorch-profiler")
 
 
 class DebugConfig(Section):
@@ -23,6 +27,20 @@ class DebugConfig(Section):
         None,
         description="Folder of everything that can be looked into: as --save-debug-rollout-data "
         "FOLDER/rollout_data/{rollout_id}.jsonl.",
+    )
+    use_pytorch_profiler: bool = Field(
+        False,
+        description="Write a trace of each trainer rank and rollout from --profile-step-start to before "
+        "--profile-step-end to profile/ in the run's folder, for ui.perfetto.dev.",
+    )
+    profile_step_start: Annotated[int, WITH_PROFILER] = Field(10, ge=0, description="First rollout with a trace.")
+    profile_step_end: Annotated[int, WITH_PROFILER] = Field(
+        12, gt=0, description="The rollout after the last with a trace."
+    )
+    profile_target: Annotated[list[ProfileTarget], WITH_PROFILER] = Field(
+        ["train_overall"],
+        min_length=1,
+        description="What a trace is of: all of the actor's training, its optimizer steps, its log-probabilities.",
     )
     load_debug_rollout_data: InputTemplate | None = Field(
         None,
@@ -40,6 +58,19 @@ def _dumped(v: Values) -> Iterator[Derived]:
 def _not_with_loaded_samples(v: Values) -> Iterator[Derived]:
     if v.load_debug_rollout_data is not None and v.save_debug_rollout_data is not None:
         yield "save_debug_rollout_data", None, "--load-debug-rollout-data: no engine runs"
+
+
+@rule
+def _profile(v: Values) -> Iterator[str]:
+    if not v.use_pytorch_profiler:
+        return
+    if v.profile_step_end <= v.profile_step_start:
+        yield (
+            f"--profile-step-end {v.profile_step_end} is not above --profile-step-start {v.profile_step_start}: no "
+            "rollout would have a trace; give a larger one"
+        )
+    if "train_overall" in v.profile_target and len(v.profile_target) > 1:
+        yield "--profile-target train_overall has the other targets in it; give it alone, or the others"
 
 
 @rule

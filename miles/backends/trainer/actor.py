@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from miles.backends.trainer.host_weights import HostWeights
 from miles.backends.trainer.log_prob_check import check_log_probs
+from miles.backends.trainer.profiler import profiled
 from miles.backends.trainer.protocol import ScoreFunction
 from miles.backends.trainer.rank import RankActor
 from miles.backends.trainer.shard_trainer import policy_loss
@@ -67,6 +68,10 @@ class TrainRayActor(RankActor):
                 --max-logprob-abs-diff.
             FloatingPointError: too many gradients in a row were not finite.
         """
+        with profiled(self.config, "train_overall", rollout_id, self.rank):
+            return self._train(rollout_id, shard, values)
+
+    def _train(self, rollout_id: int, shard: TrainShard, values: torch.Tensor | None) -> dict[str, float]:
         config, watch = self.config, self._stopwatch()
         self._begin_training()
         columns: dict[str, torch.Tensor] = {}
@@ -80,7 +85,7 @@ class TrainRayActor(RankActor):
                 columns |= postprocessed(config, rollout_id, shard.batch, columns)
                 means = masked_means(shard.batch, columns, self._sum_over_rollout)
                 metrics = {f"rollout/{name.removeprefix('old_')}": mean for name, mean in means.items()}
-        with watch("actor_train"):
+        with watch("actor_train"), profiled(config, "train_actor", rollout_id, self.rank):
             steps = self.trainer.train(shard, columns)
         if config.ref_update_interval is not None and (rollout_id + 1) % config.ref_update_interval == 0:
             assert self.reference is not None
@@ -102,7 +107,8 @@ class TrainRayActor(RankActor):
                 columns[name] = scored[0]
         spared = config.use_rollout_logprobs or config.skip_actor_forward_only
         if not spared or not self.checked_log_probs:
-            scored = scores("log_probs", self.old_actor)
+            with profiled(config, "train_log_probs", rollout_id, self.rank):
+                scored = scores("log_probs", self.old_actor)
             if not self.checked_log_probs:
                 log_probs = None if scored is None else scored[0]
                 check_log_probs(self.model.grid, config, shard.batch, log_probs, rollout_id)

@@ -224,10 +224,9 @@ ABSENT: tuple[Absent, ...] = (
         "leave it out: --save-interval says how often",
     ),
     _row(
-        "use-pytorch-profiler profile-step-start profile-step-end profile-target profile-ranks record-memory-history "
-        "memory-recorder memory-snapshot-",
-        "a profile of the trainer",
-        "use the metrics under perf/, which have the seconds and bytes of each phase",
+        "record-memory-history memory-recorder memory-snapshot-",
+        "a record of the trainer's allocations",
+        "use --use-pytorch-profiler for its time, and the metrics perf/gpu_residual_* for what stays behind in a sleep",
     ),
     _row("save-trigger-sentinel", "a checkpoint on request", "use --save-interval"),
     _row("debug-exit-after-rollout", "a run that ends early", "use a smaller --num-rollout, with --lr-decay-iters"),

@@ -1,5 +1,6 @@
 """A loaded trainer continues as the one that saved: to the last bit in the same layout, to rounding in another."""
 
+import gzip
 import hashlib
 import json
 import math
@@ -28,6 +29,10 @@ OTHER = (*OTHER, "--lr-decay-style", "cosine", "--lr-warmup-iters", "1")
 UNNAMED = 8  # the number of a checkpoint that is like SAVED_AFTER's but does not keep the settings by name
 UNTRAINED = 7  # the number of a checkpoint that is saved before the first step
 
+# Of the first rollout of those that follow.
+PROFILED = ("--use-pytorch-profiler", "--profile-step-start", "1", "--profile-step-end", "2")
+PROFILED = (*PROFILED, "--profile-target", "train_actor", "train_log_probs")
+
 # name -> (ranks, flags); each is trained to the end and saves after rollouts 0 and 1.
 STRAIGHT = {
     "alone": (1, ()),
@@ -52,7 +57,7 @@ RESUMED = {
     "distributed to plain": ("alone", 1, PLAIN),
     "plain fp32 to bf16": ("alone, plain optimizer", 1, (*PLAIN, "--bf16")),
     "no optimizer wanted": ("alone", 1, ("--no-load-optim",)),
-    "deterministic": ("alone", 1, ("--deterministic-mode",)),
+    "deterministic": ("alone", 1, ("--deterministic-mode", *PROFILED)),
     "new run": ("alone", 1, ("--finetune",)),
     "no optimizer saved": ("alone, no optimizer saved", 1, ()),
     "no optimizer saved or wanted": ("alone, no optimizer saved", 1, ("--no-load-optim",)),
@@ -91,7 +96,7 @@ def spoil(folder):
     (folder / "no marker" / "iter_0000000" / "model").mkdir(parents=True)
 
 
-def test_save_and_load(results):
+def test_save_and_load(results, tmp_path):
     straight = results("straight", "alone")
     assert len(set(straight["weights"])) == ROLLOUTS + 1
     # Saving and leaving out the optimizer change nothing.
@@ -103,6 +108,9 @@ def test_save_and_load(results):
         assert resumed["start"] == 1
         assert resumed["weights"] == original["weights"][1:], name
         assert resumed["metrics"] == original["metrics"][1:], name
+    traces = [gzip.open(path, "rt").read() for path in tmp_path.glob("resumed/deterministic, rank*/profile/*_1_rank0*")]
+    assert len(traces) == 2 and all('"aten::mm"' in trace for trace in traces)
+    assert len(list(tmp_path.glob("resumed/deterministic, rank*/profile/*"))) == 2
     chosen = results("resumed", "chosen step")
     assert (chosen["start"], chosen["weights"]) == (2, straight["weights"][2:])
     assert chosen["metrics"] == straight["metrics"][2:]
