@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from miles.backends.megatron_utils.parts.dsa import product
 from miles.backends.megatron_utils.parts.windows import Spans
 
-BLOCK = 128  # queries
+# Queries. With 64 heads a GPU is busy with them, and the host has time to start what follows.
+BLOCK = 512
+# The keys of a block are a multiple of this: matrix products of odd sizes take several times as long.
+ALIGNED = 64
 # Picked entries are gathered for each query where its block sees this many times more: gathering copies every key, and
 # its products are small ones, so that a gathered key costs as much as a few that are masked.
 GATHERED_FROM = 4
@@ -44,9 +48,9 @@ class Visible:
         for block, low, high in self.tokens.blocks(BLOCK):
             start, end = (0, 0) if self.entries is None else self.entries.of(block)
             if self.picked_TJ is not None and end - start > GATHERED_FROM * self.picked_TJ.shape[1]:
-                yield block, *self._own_keys(block, self.picked_TJ[block].long())
+                yield block, *_aligned(*self._own_keys(block, self.picked_TJ[block].long()))
             else:
-                yield block, *self._shared_keys(block, low, high, start, end)
+                yield block, *_aligned(*self._shared_keys(block, low, high, start, end))
 
     def _shared_keys(
         self, block: slice, low: int, high: int, start: int, end: int
@@ -74,6 +78,12 @@ class Visible:
         token_QK = torch.where(seen_QK, token_QK, 0)
         entry_QJ = picked_QJ.clamp(min=0) + self.token_count
         return torch.cat((token_QK, entry_QJ), dim=1), torch.cat((seen_QK, picked_QJ >= 0), dim=1)
+
+
+def _aligned(index: torch.Tensor, mask_QB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """With key 0, which nobody sees, as often as it takes."""
+    missing = -mask_QB.shape[1] % ALIGNED
+    return F.pad(index, (0, missing)), F.pad(mask_QB, (0, missing))
 
 
 def shared_key_attention(

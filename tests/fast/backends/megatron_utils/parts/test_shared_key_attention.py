@@ -47,6 +47,7 @@ def seen_by_hand(lengths, picked_TJ, entries) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["window", "entries", "picked, by mask", "picked, gathered"])
 def test_outputs_and_gradients(kind, monkeypatch):
     monkeypatch.setattr(attention, "GATHERED_FROM", 0 if kind == "picked, gathered" else 10**9)
+    monkeypatch.setattr(attention, "BLOCK", 100)  # several, the last one shorter
     torch.manual_seed(0)
     batch = packed(LENGTHS)
     entries = None if kind == "window" else windows_of(batch, RATIO).seen
@@ -71,6 +72,15 @@ def test_outputs_and_gradients(kind, monkeypatch):
     gradients = torch.autograd.grad((expected * weights).sum(), (query, key, sink))
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_products_have_even_sizes(gathered, monkeypatch):
+    monkeypatch.setattr(attention, "GATHERED_FROM", 0 if gathered else 10**9)
+    entries = windows_of(packed(LENGTHS), RATIO).seen
+    visible = Visible(token_spans(packed(LENGTHS), WINDOW), sum(LENGTHS), entries, picks(entries, PICKS))
+    for _, index, mask_QB in visible.blocks():
+        assert index.shape[-1] == mask_QB.shape[1] and mask_QB.shape[1] % attention.ALIGNED == 0
 
 
 def test_sequences_without_an_entry():
