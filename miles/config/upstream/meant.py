@@ -10,6 +10,8 @@ from miles.config.values import Undetermined, Values
 from miles.hf.described import DescribedModel
 from miles.utils.errors import UserError
 
+MOST_LAYERS = 10_000  # in a text such as [1]*48
+
 Words = Sequence[str]
 Said = Callable[[DescribedModel], Any]
 
@@ -76,10 +78,11 @@ def _nothing(words: Words) -> None:
 
 
 def _number(words: Words) -> float:
+    text = _only(words)
     try:
-        return float(_only(words))
+        return float(text)
     except ValueError:
-        raise UserError(f"is {words[0]!r}: a number is needed") from None
+        raise UserError(f"is {text!r}: a number is needed") from None
 
 
 def _key(*keys: str) -> Said:
@@ -175,7 +178,8 @@ def _value(node: ast.expr) -> Any:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _value(left) + _value(right)
         case ast.BinOp(left=ast.List() | ast.BinOp() as left, op=ast.Mult(), right=ast.Constant(value=int(count))):
-            if count > 1000:
-                raise ValueError(f"{count} layers")
-            return _value(left) * count
+            numbers = _value(left)
+            if len(numbers) * count > MOST_LAYERS:
+                raise ValueError(ast.unparse(node))
+            return numbers * count
     raise ValueError(ast.unparse(node))
