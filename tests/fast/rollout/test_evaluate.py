@@ -151,7 +151,7 @@ def generating(monkeypatch):
     def replace(function):
         load = lambda config, tokenizer, path, flag: EachAlone(user_generate(guarded(f"{flag} {path}", function)))  # noqa: E731
         monkeypatch.setattr(evaluate, "load_generate", load)
-        return {"custom_generate_function_path": "my.function"}
+        return {"custom_generate_function_path": f"{__name__}.shouts"}
 
     return replace
 
