@@ -11,7 +11,7 @@ workers := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 help:
 	@echo 'make demo       set up .venv if needed, then train a tiny model with GRPO on the CPU'
 	@echo 'make test       set up .venv if needed, then run the tests that need no GPU, without the slow ones'
-	@echo 'make test-fast  the same, without those that start ranks, a server or Ray'
+	@echo 'make test-fast  the same, without those that start ranks, a server, Ray or another program'
 	@echo 'make test-slow  set up .venv if needed, then run the slow tests that need no GPU'
 	@echo 'make setup      only set up .venv'
 	@echo 'make lint       check style, format and types (.pre-commit-config.yaml)'

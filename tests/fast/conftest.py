@@ -1,6 +1,7 @@
 """Fixtures for every test here."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -14,6 +15,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
+# A tenth of the collection goes into looking for garbage among all modules with Python's own thresholds.
+gc.set_threshold(100_000, 50, 1000)
 # Imported once, in a server that ranks are forked from: a rank otherwise spends six seconds on them.
 PRELOADED = ["tests.fast.rank_imports"]
 ENVIRONMENT = {

@@ -113,6 +113,7 @@ signal.pause()
 """
 
 
+@pytest.mark.real
 def test_a_killed_process_leaves_nothing(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -120,6 +120,7 @@ def test_mistakes(shown, tmp_path):
         show_samples(tmp_path / "none.jsonl")
 
 
+@pytest.mark.real
 def test_command_line(tmp_path):
     path = save_samples(str(tmp_path / "{rollout_id}.jsonl.gz"), 0, [[answer(0, "21")]])
     command = [sys.executable, "-m", "miles.tools.show_samples", str(path), "--index"]

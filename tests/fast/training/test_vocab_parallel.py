@@ -1,7 +1,8 @@
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from miles.training.vocab_parallel import log_probs_and_entropy
 from miles.weight_sync.live_bytes import LiveBytes
@@ -82,9 +83,9 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
     assert weight_VH.grad[:, 0].tolist() == [500, -500]
 
 
-def run_rank(rank, size, rendezvous):
+def main(rank, size, store):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     for dtype in (torch.float32, torch.bfloat16):
         for options in (dict(entropy_grad=False), dict(entropy_grad=True, softcap=4.0)):
             # Of 21 rows padded to 32, rank 1 of 2 holds 5; of 4 ranks, the last holds padding only.
@@ -93,8 +94,8 @@ def run_rank(rank, size, rendezvous):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_over_gloo(size, tmp_path):
-    mp.spawn(run_rank, args=(size, tmp_path / "rendezvous"), nprocs=size)
+def test_over_gloo(size, run_ranks):
+    run_ranks(__file__, size)
 
 
 @pytest.mark.parametrize("chunk_size", [128, 2048])
@@ -121,3 +122,7 @@ def test_no_tokens():
 def test_refuses_a_temperature_of_zero(temperature):
     with pytest.raises(ValueError, match="rollout-temperature"):
         log_probs_and_entropy(torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64), temperature)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -38,6 +38,7 @@ for handle in sys.stdin.read().split():
 """
 
 
+@pytest.mark.real
 def test_an_unrelated_process_reads_each_handle_once():
     """Two dtypes, a view that is not contiguous, an empty tensor."""
     tensors = {

@@ -13,6 +13,8 @@ from miles.backends.sglang_utils.supervisor import LEFT_BEHIND, group_members
 from miles.utils.errors import UserError
 from miles.utils.network import free_port
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[4]
 
 HEALTHY = """

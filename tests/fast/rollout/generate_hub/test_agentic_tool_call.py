@@ -21,13 +21,8 @@ async def no_agent(base_url, prompt, request_kwargs, metadata):
 
 @pytest.fixture(scope="module")
 def config(chat_flags):
-    return parse_args(
-        [
-            *chat_flags,
-            *("--custom-generate-function-path", "miles.rollout.generate_hub.agentic_tool_call.generate"),
-            *("--custom-agent-function-path", f"{__name__}.no_agent"),
-        ]
-    )
+    generate = ("--custom-generate-function-path", "miles.rollout.generate_hub.agentic_tool_call.generate")
+    return parse_args([*chat_flags, *generate, "--custom-agent-function-path", f"{__name__}.no_agent"])
 
 
 @pytest.fixture(autouse=True)
