@@ -6,6 +6,7 @@ Engine and trainer hold bf16 weights: an engine of Flash needs 569 GB, the 4 or 
 from launcher import Layout, Model, Recipe, main
 from launcher.app import prepare
 from launcher.plan import Plan
+from launcher.prepare import copy_steps, run_steps
 
 from miles.utils.errors import UserError
 
@@ -53,11 +54,19 @@ def prepare_mxfp8(plan: Plan) -> None:
     raise UserError("prepare-mxfp8: engines hold bf16 weights here; leave it out, and train with `train`")
 
 
+def prepare_copy(plan: Plan) -> None:
+    """Copy the checkpoint to --model-local-dir on this node."""
+    if plan.options.model_local_dir is None:
+        raise UserError("prepare-cp copies the checkpoint to --model-local-dir of this node; give that")
+    run_steps(copy_steps(plan), plan.options.dry_run)
+
+
 ACTIONS = {
     "prepare-download": prepare,
     "prepare-single": prepare_checkpoint,
     "prepare-mxfp8": prepare_mxfp8,
     "prepare-spmd": prepare_checkpoint,
+    "prepare-cp": prepare_copy,
 }
 
 if __name__ == "__main__":

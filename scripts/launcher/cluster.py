@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.plan import Plan
+from launcher.prepare import copy_steps, run_steps
 from miles.utils.errors import UserError
 
 NODES_S = 1800.0  # until all nodes of a SLURM job have joined
@@ -121,8 +122,9 @@ def _wait_for_nodes(number: int) -> None:
 
 def work_for(plan: Plan, head: str) -> None:
     """Give this node to the head of the cluster, as long as that is there."""
-    while not _answers(head, plan.options.ray_port):
+    while not _answers(head, plan.options.ray_port):  # until then it prepares
         time.sleep(WAIT_S)
+    run_steps(copy_steps(plan), plan.options.dry_run)
     command = worker_command(plan, head)
     print(shlex.join(command), flush=True)
     subprocess.run(command)

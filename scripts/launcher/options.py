@@ -43,6 +43,9 @@ class Options:
     )
     num_gpus_per_node: int | None = _option(None, "GPUs of a node; unset: as many as the hardware has")
     model_dir: Path = _option(Path("~/models"), "folder of checkpoints, one folder a model")
+    model_local_dir: Path | None = _option(
+        None, "folder on a disk of each node, where each that runs the script copies the checkpoint to; unset: none"
+    )
     hf_checkpoint: Path | None = _option(None, "checkpoint to start from, instead of the one in --model-dir")
     data_dir: Path = _option(Path("~/datasets"), "folder of prompts, one folder a data set")
     output_dir: Path = _option(Path("~/shared_data"), "folder of runs, one folder a run: checkpoints, metrics, logs")
@@ -58,7 +61,7 @@ class Options:
     dry_run: bool = _option(False, "print the commands, run none")
 
     def __post_init__(self) -> None:
-        for name in ("model_dir", "hf_checkpoint", "data_dir", "output_dir"):
+        for name in ("model_dir", "model_local_dir", "hf_checkpoint", "data_dir", "output_dir"):
             path = getattr(self, name)
             setattr(self, name, path and path.expanduser().absolute())
         if self.num_nodes is None:

@@ -68,9 +68,15 @@ class Plan:
         return cls(recipe, options, model, layout, hardware, nodes, gpus, TASKS[options.task or recipe.task])
 
     @property
-    def checkpoint(self) -> Path:
-        """The Hugging Face folder to start from."""
+    def downloaded(self) -> Path:
+        """The Hugging Face folder on the disk that all nodes see."""
         return self.options.hf_checkpoint or self.options.model_dir / self.model.name
+
+    @property
+    def checkpoint(self) -> Path:
+        """The Hugging Face folder that the run reads: `downloaded`, or each node's own copy of it."""
+        local = self.options.model_local_dir
+        return local / self.downloaded.name if local else self.downloaded
 
     def data_file(self, folder: str, path: str) -> Path:
         """Where a file of prompts is."""

@@ -30,12 +30,12 @@ class Step:
 
 def steps(plan: Plan) -> list[Step]:
     """All steps of a plan, in their order."""
-    return [checkpoint_step(plan), *(data_step(plan, file) for file in plan.task.files)]
+    return [checkpoint_step(plan), *copy_steps(plan), *(data_step(plan, file) for file in plan.task.files)]
 
 
 def checkpoint_step(plan: Plan) -> Step:
     """The Hugging Face folder."""
-    folder, model = plan.checkpoint, plan.model
+    folder, model = plan.downloaded, plan.model
     if plan.options.hf_checkpoint:
         command: list[str] = []
     elif model.make:
@@ -43,6 +43,15 @@ def checkpoint_step(plan: Plan) -> Step:
     else:
         command = ["hf", "download", model.repository, "--local-dir", str(folder)]
     return Step(f"checkpoint {folder}", command, lambda: missing_of_checkpoint(folder))
+
+
+def copy_steps(plan: Plan) -> list[Step]:
+    """With --model-local-dir, the checkpoint's copy on this node's disk; each node makes its own."""
+    source, target = plan.downloaded, plan.checkpoint
+    if target == source:
+        return []
+    copy = shlex.join(["mkdir", "-p", str(target)]) + " && " + shlex.join(["cp", "-rT", str(source), str(target)])
+    return [Step(f"copy {target}", ["bash", "-c", copy], lambda: missing_of_checkpoint(target))]
 
 
 def data_step(plan: Plan, file: DataFile) -> Step:

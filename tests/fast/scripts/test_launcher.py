@@ -17,7 +17,7 @@ from tests.fast.scripts.launching import ROOT, SCRIPTS, make_folders, module_of,
 from launcher import app, cluster, job  # isort: skip
 from launcher.options import Options  # isort: skip
 from launcher.plan import environment_of  # isort: skip
-from launcher.prepare import Step, missing_of_checkpoint, run_steps, steps  # isort: skip
+from launcher.prepare import Step, copy_steps, missing_of_checkpoint, run_steps, steps  # isort: skip
 from launcher.recipe import Layout, Model, Recipe, words  # isort: skip
 
 QWEN = recipe_of(ROOT / "scripts/run_qwen3_4b.py")
@@ -95,16 +95,34 @@ def test_a_step_runs_only_where_its_result_is_missing_and_must_leave_it(tmp_path
         run_steps([Step("it", [sys.executable, "-c", ""], lambda: "it is not there")], dry_run=False)
 
 
+def make_whole(folder):
+    """A checkpoint as small as can be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
+
+
 def test_a_checkpoint_is_whole_with_its_tokenizer_and_all_bytes(tmp_path):
     assert missing_of_checkpoint(tmp_path) == f"{tmp_path}/config.json is not there"
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert "neither model.safetensors.index.json nor model.safetensors" in missing_of_checkpoint(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(3)}, weights)
+    make_whole(tmp_path)
     assert missing_of_checkpoint(tmp_path) is None
+    weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "cut off" in missing_of_checkpoint(tmp_path)
+    weights.unlink()
+    assert "neither model.safetensors.index.json nor model.safetensors" in missing_of_checkpoint(tmp_path)
+
+
+def test_a_node_has_its_own_copy_of_the_checkpoint(tmp_path):
+    make_whole(tmp_path / "models/Qwen3-4B")
+    plan = plan_of(QWEN, tmp_path, hardware="H200", model_local_dir=tmp_path / "local disk")
+    assert plan.flags()["hf_checkpoint"] == f"{tmp_path}/local disk/Qwen3-4B"
+    (step,) = copy_steps(plan)
+    assert step.missing() == f"{tmp_path}/local disk/Qwen3-4B/config.json is not there"
+    run_steps([step], dry_run=False)
+    assert step.missing() is None
+    assert copy_steps(plan_of(QWEN, tmp_path, hardware="H200")) == []
 
 
 def test_a_checkpoint_of_ones_own_is_not_downloaded(folder):
@@ -214,6 +232,9 @@ def test_deepseek_v4_has_the_subcommands_of_miles_own_script(run):
     assert "hf download deepseek-ai/DeepSeek-V4-Flash" in run("prepare-download", "--dry-run", *choice, **call)[1]
     for name in ("prepare-single", "prepare-spmd"):
         assert "nothing to convert" in run(name, *choice, **call)[1]
+    assert "prepare-cp copies the checkpoint to --model-local-dir" in run("prepare-cp", *choice, **call)[0]
+    copied = run("prepare-cp", "--dry-run", "--model-local-dir", "/local", *choice, **call)[1]
+    assert "cp -rT" in copied and "/local/DeepSeek-V4-Flash" in copied
     assert "engines hold bf16 weights here" in run("prepare-mxfp8", *choice, **call)[0]
     pro = ("--model-name", "DeepSeek-V4-Pro", "--hardware", "H200", "--num-nodes", "32")
     assert "DeepSeek-V4-Pro cannot be trained yet: its bf16 weights take" in run("train", *pro, **call)[0]
