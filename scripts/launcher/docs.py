@@ -19,8 +19,8 @@ TEXT = """\
 # Recipes
 
 Written by `python scripts/launcher/docs.py` from the records in `scripts/run_*.py`; a test keeps it current, and
-another puts every layout below through all checks of the configuration, and through `--check`, with the published
-config.json.
+another puts every layout below through all checks of the configuration, and through `--check` ([what it
+says](ledgers.md)), with the published config.json.
 
     python scripts/run_qwen3_4b.py                            # download what is missing, then train
     python scripts/run_qwen3_4b.py --dry-run                  # print the commands, run none

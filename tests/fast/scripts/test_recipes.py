@@ -1,16 +1,15 @@
 """Every layout of every script passes the configuration's checks for the published model."""
 
 import math
+import re
 
 import pytest
 
 from miles.backends.megatron_utils.families import family_for
-from miles.check.hardware import hardware_named
-from miles.check.ledger import ledger_of
-from miles.check.parameters import read_model
 from miles.config.resolve import resolve
 from miles.hf.config import load_hf_config
-from tests.fast.scripts.launching import SCRIPTS, choices, make_folders, plan_of, published_config, recipe_of
+from tests.fast.scripts.launching import SCRIPTS, choices, make_folders, plan_of, recipe_of
+from tests.fast.scripts.ledgers import PAGE, ledgers, models, row
 
 RECIPES = {path.stem: recipe_of(path) for path in SCRIPTS}
 MODELS = {model.name: model for name, recipe in RECIPES.items() if name != "run_tiny" for model in recipe.models}
@@ -70,17 +69,22 @@ def test_every_layout_is_accepted(script, folders):
                     assert resolved.config.world_size == plan.num_nodes * plan.gpus_per_node
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name == published_config(name).stem])
+def numbers(line: str) -> list[float]:
+    """All numbers of a row."""
+    return [float(number) for number in re.findall(r"\d+", line)]
+
+
+@pytest.mark.parametrize("name", models())
 def test_every_layout_fits_its_hardware(name, folders):
     """By the ledger of `train.py --check`: GPUs and hosts have room in every phase, an engine for a sample."""
-    (recipe,) = (recipe for recipe in RECIPES.values() if MODELS[name] in recipe.models)
-    for layout in MODELS[name].layouts:
-        counted = None
-        for choice in choices(layout):
-            config = resolve(plan_of(recipe, folders, model_name=name, **choice).train_command()[2:]).config
-            counted = counted or read_model(config)  # the same whatever the hardware
-            shortages = ledger_of(config, hardware_named(choice["hardware"]), counted).shortages
-            assert bool(shortages) == bool(MODELS[name].waits_for), f"{choice}: {shortages}"
+    recipe, model = models()[name]
+    page = PAGE.read_text().splitlines()
+    for written, ledger in ledgers(recipe, model, folders):
+        assert bool(ledger.shortages) == bool(model.waits_for), f"{written}: {ledger.shortages}"
+        (shown,) = (line for line in page if line.startswith(f"| {name} | {written} |"))
+        assert numbers(shown) == pytest.approx(numbers(row(name, written, ledger)), rel=0.05, abs=1), (
+            "run `python -m tests.fast.scripts.ledgers`"
+        )
 
 
 @pytest.mark.parametrize("script", ["run_qwen3_4b", "run_deepseek_v4"])
