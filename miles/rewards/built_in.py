@@ -6,6 +6,7 @@ from miles.rewards.dapo import DAPO
 from miles.rewards.deepscaler import DEEPSCALER
 from miles.rewards.exact import EXACT
 from miles.rewards.f1 import F1
+from miles.rewards.gemma_math import GEMMA_MATH
 from miles.rewards.gpqa import GPQA
 from miles.rewards.math import BOXED_MATH, MATH
 from miles.rewards.reasoning_gym import REASONING_GYM
@@ -15,7 +16,7 @@ from miles.utils.errors import UserError
 
 # In the order in which people read them.
 _RECORDS = (
-    *(EXACT, MATH, DAPO, DEEPSCALER, F1, GPQA, CODE, REMOTE_RM, REASONING_GYM),
+    *(EXACT, MATH, DAPO, DEEPSCALER, GEMMA_MATH, F1, GPQA, CODE, REMOTE_RM, REASONING_GYM),
     *(boxed(EXACT), BOXED_MATH, boxed(F1), boxed(GPQA)),
 )
 BUILT_IN: dict[str, Reward] = {reward.name: reward for reward in _RECORDS}

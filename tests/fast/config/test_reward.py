@@ -10,7 +10,7 @@ from miles.config.section import base_type
 from miles.rewards import BUILT_IN
 
 # One that compares with no label, or gives several numbers, says so in its record.
-LABELLED = ("exact", "math", "dapo", "deepscaler", "f1", "gpqa", "code")
+LABELLED = ("exact", "math", "dapo", "deepscaler", "gemma_math", "f1", "gpqa", "code")
 LABELLED += ("boxed_exact", "boxed_math", "boxed_f1", "boxed_gpqa")
 
 

@@ -241,6 +241,13 @@ async def test_gpqa():
         ("deepscaler", r"\boxed{4}", "4", 0),
         ("deepscaler", r"</think>\boxed{4", "4", 0),
         ("deepscaler", "", "4", 0),
+        ("gemma_math", r"<|channel>thought\n\boxed{5}<channel|>\boxed{4}", "4", 1),
+        ("gemma_math", r"<|channel>thought\n\boxed{4}<channel|>\boxed{5}", "4", 0),
+        ("gemma_math", r"<|channel>thought\n4", "4", 0),
+        ("gemma_math", r"<|channel>a<channel|>\boxed{5}<|channel>b<channel|>The answer is 0.5", r"\frac12", 1),
+        ("gemma_math", r"<|channel>a<channel|>\boxed{4}<|channel>b", "4", 0),
+        ("gemma_math", r"so it is \boxed{4}", "4", 1),
+        ("gemma_math", "", "4", 0),
         ("boxed_math", r"\boxed{2/4}, as was to be shown", "1/2", 1),
         ("boxed_math", "the answer is 4", "4", 0),
         ("boxed_exact", r"so \boxed{a{b}}", "a{b}", 1),
@@ -261,7 +268,7 @@ async def test_gpqa():
         ("boxed_gpqa", "Answer: C", "C", 0),
     ],
 )
-async def test_boxed_and_deepscaler(engine_config, name, response, label, reward):
+async def test_boxed_deepscaler_and_gemma_math(engine_config, name, response, label, reward):
     config = engine_config.model_copy(update={"rm_type": name})
     sample = Sample(response=response, label=label, status=Sample.Status.COMPLETED)
     counts = await compute_rewards(config, [sample])
@@ -273,6 +280,7 @@ UNUSABLE = {
     "math": ["", "The answer is 6", "12 5", "{", "???", r"\boxed{3"],
     "dapo": ["", "$$", r"\boxed{}"],
     "deepscaler": ["", "June 20"],
+    "gemma_math": ["", "{"],
     "f1": ["", "the!"],
     "gpqa": ["", "AB", "1", r"\boxed{AB}"],
     "code": ["", "{}", "print(1)"],
