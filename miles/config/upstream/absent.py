@@ -122,8 +122,8 @@ ABSENT: tuple[Absent, ...] = (
         "leave them out: all engines are alike",
     ),
     _row(
-        "use-miles-router miles-router- router-assignment-mode router-dp-aware router-disable-health-check",
-        "a router of Miles' own",
+        "use-miles-router miles-router- router-",
+        "a router of Miles' own, and other settings of SGLang's",
         "use --sglang-router-policy",
     ),
     _row(
@@ -186,7 +186,8 @@ ABSENT: tuple[Absent, ...] = (
         "these metrics",
         "use --custom-rollout-log-function-path",
     ),
-    _row("tb-project-name tb-experiment-name", "names of TensorBoard's folders", "use --run-dir"),
+    _row("tb-project-name tb-experiment-name tensorboard-dir", "names of TensorBoard's folders", "use --run-dir"),
+    _row("wandb-always-use-train-step", "another horizontal axis in W&B", "leave it out"),
     _row(
         "save-debug-trajectory-data save-debug-train-data save-debug-event-data load-debug-rollout-data-subsample "
         "dumper- env-report",

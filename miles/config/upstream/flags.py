@@ -135,6 +135,8 @@ ANYWAY: dict[str, Meant] = {
     "--attention-backend": either("flash", "fused", "unfused", "local", "auto"),
     "--dsa-attention-backend": either("megatron", "tilelang"),
     "--linear-attention-backend": either("fla", "flashqla"),
+    "--qwen-gdn-backend": anything("it is what is installed"),
+    "--miles-dsa-topk-backend": either("torch", "flashinfer"),
     "--allgather-cp": anyway("keys and values are gathered"),
     "--cp-comm-type": either("p2p", "a2a", "all_gather", "allgather", "a2a+p2p"),
     "--qkv-format": either("thd", "bshd", note="micro-batches are packed"),
