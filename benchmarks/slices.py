@@ -83,10 +83,49 @@ GPT_OSS: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
+DEEPSEEK_V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    # Of 256, and a quarter of the vocabulary: what fits.
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 1.5,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 0,
+    "vocab_size": 32320,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 1048576,
+}
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024}
 SLICES: dict[str, dict[str, Any]] = {
     "30B-A3B": QWEN3_MOE,  # Qwen3, 6 of 48 layers
     "DeepSeek-V3": DEEPSEEK_V3,  # 2 dense layers and 4 with experts
+    "DeepSeek-V4": DEEPSEEK_V4,  # Flash, 4 of 43 layers, of all kinds
     "gpt-oss": GPT_OSS,  # 20b, 4 of 24 layers
     "tiny-30B-A3B": QWEN3_MOE
     | _TINY
@@ -96,6 +135,10 @@ SLICES: dict[str, dict[str, Any]] = {
     | dict(num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=128, moe_intermediate_size=32)
     | dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
     | dict(v_head_dim=16),
+    "tiny-DeepSeek-V4": DEEPSEEK_V4
+    | _TINY
+    | dict(num_key_value_heads=1, moe_intermediate_size=32, head_dim=32, qk_rope_head_dim=8, q_lora_rank=24, o_groups=2)
+    | dict(o_lora_rank=16, n_routed_experts=16, index_n_heads=32, index_head_dim=16, index_topk=8, sliding_window=8),
     "tiny-gpt-oss": GPT_OSS | _TINY | dict(intermediate_size=32, head_dim=16, num_local_experts=8, sliding_window=24),
 }
 MODELS = (*SIZES, *SLICES)

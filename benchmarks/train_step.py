@@ -3,9 +3,9 @@
     python benchmarks/train_step.py [--sizes 0.6B 1.7B 4B] [--tokens 8192 16384] [--json PATH] [-- FLAGS of train.py]
 
 Each case is a model with random weights in bf16 under Megatron's distributed optimizer, in a process of its own: a
-Qwen3 of that many parameters, or a slice of a model with experts (benchmarks/slices.py): 30B-A3B, DeepSeek-V3, gpt-oss.
-It takes steps as a run does: one micro-batch of packed samples of 2,048 tokens (256 of them the prompt), the policy
-loss, gradients, Adam. The time is the median step's, the first ones left out.
+Qwen3 of that many parameters, or a slice of a model with experts (benchmarks/slices.py): 30B-A3B, DeepSeek-V3 and
+DeepSeek-V4, gpt-oss. It takes steps as a run does: one micro-batch of packed samples of 2,048 tokens (256 of them the
+prompt), the policy loss, gradients, Adam. The time is the median step's, the first ones left out.
 
 MFU counts what a step must compute and nothing that is recomputed: 6 operations a weight and token (output weights:
 response tokens only), and 6 s^2 a layer, query head and channel for causal attention over a sample of s tokens. It is
@@ -13,7 +13,7 @@ given as a share of what the best of some large matrix products reaches on this 
 
 What follows `--` are flags of train.py, for example --transformer-impl transformer_engine, or
 --recompute-granularity full --recompute-method block --recompute-num-layers 6; without --recompute-granularity the 4B
-model recomputes some layers at 16,384 tokens, and DeepSeek-V3's slice all, whose activations don't fit otherwise.
+model recomputes some layers at 16,384 tokens, and the slices of DeepSeek all, whose activations don't fit otherwise.
 `--profile` prints where the time of one step goes: kernels by their share of the device's time, then what of the step
 the device was idle. `--device cpu --sizes tiny tiny-30B-A3B --tokens 256` tries the script without a GPU.
 """
@@ -42,6 +42,7 @@ PRODUCTS = [(8192, 8192, 8192), (16384, 8192, 8192), (16384, 4096, 16384), (1638
 # What a step needs beside 18 bytes a parameter is most of the memory there.
 RECOMPUTE = {
     ("4B", 16384): "--recompute-granularity full --recompute-method block --recompute-num-layers 6",
+    ("DeepSeek-V4", 16384): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ("DeepSeek-V3", 16384): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
@@ -97,6 +98,10 @@ def trainer_case(size: str, tokens: int, device: str, steps: int, warmup: int, p
     for parameter in model.parameters():
         # Norms at 1, so that activations have the size that they have in a real model.
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    for name, table in model.named_buffers():
+        if name.endswith("expert_of_token"):
+            # Zeros send every token to one expert.
+            table.copy_(torch.rand(len(table), hf_config.n_routed_experts).topk(table.shape[1]).indices)
     trained.build_optimizer(config, 1000)
 
     draw = torch.randint(0, hf_config.vocab_size, (samples, length)).tolist()

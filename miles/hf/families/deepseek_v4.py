@@ -81,7 +81,8 @@ class DeepseekV4Shape(ModelShape):
 
     def wide_stream_bytes(self) -> int:
         """All streams, where attention reads them and where experts do."""
-        return 2 * self.fields["hc_mult"] * self.fields["hidden_size"] * 4
+        # 4: transformers', where config.json does not say.
+        return 2 * self.fields.get("hc_mult", 4) * self.fields["hidden_size"] * 4
 
     def cut_by_tensor_parallelism(self) -> dict[str, int]:
         return {key: self.fields[key] for key in ("num_attention_heads", "o_groups")}

@@ -110,7 +110,7 @@ def train(folder: Path, layout: str, what: str) -> None:
     with torch.no_grad():
         for tensor in other.weights():
             tensor.fill_(7.0)
-    saving.load(partial_folder(folder / "saved", 0), other, with_optimizer=True)
+    saving.load(partial_folder(folder / "saved", 0), other, with_optimizer=True, with_random_state=True)
     for loaded, tensor in zip(other.weights(), model.weights(), strict=True):
         assert torch.equal(loaded, tensor)
     save_hf(folder / "export", other.weight_source(live, copies=False), torch.distributed.get_rank() == 0, agreement)
