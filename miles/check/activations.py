@@ -144,7 +144,7 @@ def _mlp(
     routed = rows * (item * (hidden + 3 * width / sizes.etp) + 24)
     # Scores, probabilities and choices of all experts, in float32.
     router = 12 * shape.num_experts * cut
-    kept_shared = item * 5 * shared
+    kept_shared = item * copies * shared
     modules = {"moe": routed + router + kept_shared, "shared_experts": kept_shared}
     return routed + router + kept_shared, modules, rows * (hidden + 3 * width / sizes.etp) + 3 * shared
 

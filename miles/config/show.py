@@ -66,7 +66,9 @@ def help_text() -> str:
         width,
     )
     lines += _entry(
-        "--check-hardware NAME", "--check for such machines: A100, H100, H200, B200 or GB300 [this one].", width
+        "--check-hardware NAME",
+        "--check for such machines: A100, H100, H200, B200, B300, GB200 or GB300 [this one].",
+        width,
     )
     lines += _entry("--help", "Print this, and exit.", width)
     for section in SECTIONS:

@@ -59,7 +59,7 @@ def test_a_layer_of_experts():
 
 
 def test_shared_experts():
-    assert kept(TINY | EXPERTS | {"n_shared_experts": 1}) - kept(TINY | EXPERTS) == 2 * 5 * 10
+    assert kept(TINY | EXPERTS | {"n_shared_experts": 1}) - kept(TINY | EXPERTS) == 2 * 3 * 10
 
 
 def test_tensor_parallelism_cuts_what_is_inside_and_sequence_parallelism_the_rest():

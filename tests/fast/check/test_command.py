@@ -83,7 +83,9 @@ def test_a_host_that_is_too_small(configured):
 
 
 def test_what_is_refused(line):
-    with pytest.raises(UserError, match="--check-hardware H400 is unknown; known: A100, H100, H200, B200, GB300"):
+    with pytest.raises(
+        UserError, match="--check-hardware H400 is unknown; known: A100, H100, H200, B200, B300, GB200, GB300"
+    ):
         parse_args([*line, "--check", "--check-hardware", "H400"])
     with pytest.raises(UserError, match="--device is cpu"):
         parse_args([*line, "--device", "cpu", "--check", "--check-hardware", "H200"])
