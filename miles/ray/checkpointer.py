@@ -29,8 +29,8 @@ class Checkpointer:
         self.rollout = rollout
         self.models = models
         self.handover = handover
-        loaded = config.load is not None and config.load == config.save
-        self._ours = [config.ckpt_step] if loaded and config.ckpt_step is not None else []
+        continued = config.load is not None and config.load == config.save and not config.finetune
+        self._ours = [config.ckpt_step] if continued and config.ckpt_step is not None else []
 
     async def resume(self) -> int:
         """With --load, prompts and samples go on where that checkpoint left them.
@@ -67,11 +67,11 @@ class Checkpointer:
             await self.models.actor.export_hf(rollout_id)
 
     def _keep_some(self, root: str, newest: int, critic: str | None) -> None:
-        """With --save-retain-interval, take away what this run loaded or saved before and need not keep."""
+        """With --save-retain-interval, take away what this run saved before, or went on from, and need not keep."""
         interval = self.config.save_retain_interval
         if interval is None:
             return
         for rollout_id in self._ours:
-            if (rollout_id + 1) % interval and rollout_id != newest:
+            if (rollout_id + 1) % interval and rollout_id < newest:
                 remove_checkpoint(root, rollout_id, critic)
         self._ours = [newest]

@@ -48,12 +48,23 @@ async def test_saving_and_evaluation_find_their_side_awake(drive, tmp_path):
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
-@pytest.mark.parametrize("more, kept", [("", [1, 4, 5, 6]), ("--save-retain-interval 2", [1, 5, 6])])
-async def test_old_checkpoints_are_taken_away(drive, tmp_path, more, kept):
-    """With the one that the run went on from, 4; what an earlier run left, 1, is not this one's, and the last stays."""
+@pytest.mark.parametrize(
+    "more, rollouts, kept",
+    [
+        ("", 7, [1, 4, 5, 6]),
+        ("--save-retain-interval 2", 7, [1, 5, 6]),
+        ("--save-retain-interval 2 --finetune", 3, [1, 2, 4]),
+        ("--save-retain-interval 2 --start-rollout-id 2", 4, [1, 3, 4]),
+    ],
+)
+async def test_old_checkpoints_are_taken_away(drive, tmp_path, more, rollouts, kept):
+    """With the one that the run went on from, 4; what an earlier run left, 1, is not this one's, and the last stays.
+
+    What a new run took its weights from stays too, and what was to come after the rollouts that are repeated.
+    """
     save_fake(tmp_path / "checkpoints", 1, 4)
     flags = f"--save checkpoints --save-interval 1 --load checkpoints {more}"
-    await drive(f"--colocate {flags}", rollouts=7)
+    await drive(f"--colocate {flags}", rollouts=rollouts)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*iter_*")) == [
         f"iter_{rollout_id:07d}" for rollout_id in kept
     ]
