@@ -15,8 +15,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-# A tenth of the collection goes into looking for garbage among all modules with Python's own thresholds.
-gc.set_threshold(100_000, 50, 1000)
+# How often Python looks for garbage, in tests and ranks.
+THRESHOLDS = gc.get_threshold()
 # Imported once, in a server that ranks are forked from: a rank otherwise spends six seconds on them.
 PRELOADED = ["tests.fast.rank_imports"]
 ENVIRONMENT = {
@@ -43,6 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     real = {item.path for item in items if item.get_closest_marker("real")}
     runs = [ROOT / file for file in RUNS]
     items.sort(key=lambda item: (item.path not in runs, item.path not in real))
+
+
+def pytest_collection() -> None:
+    """A tenth of it would go into looking for garbage among all modules."""
+    gc.set_threshold(100_000, 50, 1000)
+
+
+def pytest_collection_finish() -> None:
+    """Tests that ask what is left of something have Python's settings again."""
+    gc.set_threshold(*THRESHOLDS)
 
 
 class ByServer(LoadFileScheduling):
