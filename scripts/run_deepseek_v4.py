@@ -16,24 +16,29 @@ FLASH = {"pp": 8, "first_stage_layers": 4, "last_stage_layers": 3, **TOKENS}
 # 61 layers: one stage of 7, six of 8, one of 6.
 PRO = {"pp": 8, "first_stage_layers": 7, "last_stage_layers": 6, **TOKENS}
 
+FLASH_LAYOUTS = (
+    Layout(("H200", "B200", "B300"), nodes=8, tp=8, ep=8, engine_gpus=8, **FLASH),
+    Layout(("GB300",), nodes=8, tp=2, cp=2, ep=4, engine_gpus=4, **FLASH),
+)
+PRO_LAYOUTS = (Layout(("H200", "B200", "B300"), nodes=32, tp=8, ep=32, engine_gpus=8, **PRO),)
+CUT_LAYOUTS = (
+    Layout(("H200", "B200", "B300"), tp=8, ep=8, engine_gpus=4, **TOKENS),
+    Layout(("GB300",), tp=4, ep=4, engine_gpus=4, **TOKENS),
+)
+WAITS_FOR = (
+    "its bf16 weights take 3146 GB, and an engine lives on one node; that needs engines over several nodes, which "
+    "Miles does not have"
+)
+
 RECIPE = Recipe(
     "DeepSeek-V4",
     models=(
-        Model(
-            "deepseek-ai/DeepSeek-V4-Flash",
-            "284B, 13B active",
-            (
-                Layout(("H200", "B200", "B300"), nodes=8, tp=8, ep=8, engine_gpus=8, **FLASH),
-                Layout(("GB300",), nodes=8, tp=2, cp=2, ep=4, engine_gpus=4, **FLASH),
-            ),
-        ),
-        Model(
-            "deepseek-ai/DeepSeek-V4-Pro",
-            "1.6T, 49B active",
-            (Layout(("H200", "B200", "B300"), nodes=32, tp=8, ep=32, engine_gpus=8, **PRO),),
-            waits_for="its bf16 weights take 3146 GB, and an engine lives on one node; that needs engines over several "
-            "nodes, which Miles does not have",
-        ),
+        Model("deepseek-ai/DeepSeek-V4-Flash", "284B, 13B active", FLASH_LAYOUTS),
+        Model("sgl-project/DeepSeek-V4-Flash-FP8", "284B, 13B active", FLASH_LAYOUTS),
+        # Its first four layers, to see that everything runs.
+        Model("Pinaster/DeepSeek-V4-Flash-FP8-4layer", "27B", CUT_LAYOUTS),
+        Model("deepseek-ai/DeepSeek-V4-Pro", "1.6T, 49B active", PRO_LAYOUTS, waits_for=WAITS_FOR),
+        Model("sgl-project/DeepSeek-V4-Pro-FP8", "1.6T, 49B active", PRO_LAYOUTS, waits_for=WAITS_FOR),
     ),
     flags={
         "rollout_max_response_len": 4096,

@@ -24,6 +24,8 @@ SHAPED_LIKE = {
     "DeepSeek-V3-0324": "DeepSeek-V3",
     "DeepSeek-V3.1": "DeepSeek-V3",
     "MiniMax-M2.1": "MiniMax-M2",
+    "DeepSeek-V4-Flash-FP8": "DeepSeek-V4-Flash",
+    "DeepSeek-V4-Pro-FP8": "DeepSeek-V4-Pro",
 }
 
 

@@ -18,6 +18,7 @@ PARAMETERS = {
     "DeepSeek-R1": 671_026_419_200,
     "DeepSeek-V3.2": 671_877_944_064,
     "DeepSeek-V4-Flash": 284_334_567_511,
+    "DeepSeek-V4-Flash-FP8-4layer": 27_390_526_813,
     "DeepSeek-V4-Pro": 1_572_999_528_803,
     "GLM-4.5": 352_797_829_024,
     "GLM-4.5-Air": 106_852_251_264,
