@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.check.contents import work_of
 from miles.check.ledger import Ledger, ledger_of
 from miles.check.seconds import total_seconds
 from miles.config import RunConfig
@@ -113,7 +114,7 @@ def _tried(ledger: Ledger) -> list[tuple[dict[str, Any], Ledger]]:
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     if config.needs_trainer:
-        yield from _of_a_step(config)
+        yield from changes_of_a_step(config)
         yield from _of_the_layout(config)
         yield from _of_the_optimizer(config)
     if config.needs_trainer and config.needs_engines and config.colocate:
@@ -124,7 +125,7 @@ def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
             yield {"sglang": {"mem_fraction_static": percent / 100}}
 
 
-def _of_a_step(config: RunConfig) -> Iterator[dict[str, Any]]:
+def changes_of_a_step(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Fewer activations."""
     if config.recompute_granularity != "full":
         again = {"recompute_granularity": "full", "recompute_modules": None}
@@ -133,7 +134,10 @@ def _of_a_step(config: RunConfig) -> Iterator[dict[str, Any]]:
                 yield {**again, "recompute_method": "block", "recompute_num_layers": layers}
         yield {**again, "recompute_method": "uniform", "recompute_num_layers": 1}
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
-        yield {"max_tokens_per_gpu": config.max_tokens_per_gpu // 2}
+        half = config.max_tokens_per_gpu // 2
+        # A sample stays whole.
+        if half * config.context_parallel_size >= work_of(config).longest:
+            yield {"max_tokens_per_gpu": half}
     elif config.micro_batch_size > 1:
         yield {"micro_batch_size": config.micro_batch_size // 2}
     if config.log_probs_chunk_size > 1024:

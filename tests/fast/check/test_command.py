@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles.check.advice import remedies
+from miles.check.advice import changes_of_a_step, remedies
 from miles.check.hardware import HARDWARE, hardware_named
 from miles.check.ledger import ledger_of
 from miles.utils.arguments import parse_args
@@ -59,6 +59,13 @@ def test_every_remedy_is_one(configured):
         again = ledger_of(configured(DENSE["8B"], f"{LARGE} {way.flags.replace('FOLDER', '.')}"), H100)
         assert (again.shortages, way.missing) == ([], 0), way
     assert [way.slower for way in ways] == sorted(way.slower for way in ways)
+
+
+@pytest.mark.parametrize(("longest", "halved"), [(2048, True), (8192, False)])
+def test_a_micro_batch_holds_the_longest_sample(configured, longest, halved):
+    config = configured(DENSE["8B"], "--use-dynamic-batch-size --max-tokens-per-gpu 8192")
+    config = config.model_copy(update={"rollout_max_response_len": longest - 256})
+    assert ({"max_tokens_per_gpu": 4096} in list(changes_of_a_step(config))) == halved
 
 
 def test_several_changes_together(configured):
