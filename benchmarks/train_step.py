@@ -14,11 +14,12 @@ given as a share of what the best of some large matrix products reaches on this 
 What follows `--` are flags of train.py, for example --transformer-impl transformer_engine, or
 --recompute-granularity full --recompute-method block --recompute-num-layers 6; without --recompute-granularity the 4B
 model recomputes some layers at 16,384 tokens, and the slices of DeepSeek all, whose activations don't fit otherwise.
-`--profile` prints where the time of one step goes: kernels by their share of the device's time, then what of the step
-the device was idle. `--device cpu --sizes tiny tiny-30B-A3B --tokens 256` tries the script without a GPU.
+`--profile` prints where the time of one step goes: kernels by their share of the device's time, then when and for how
+long the device was idle. `--device cpu --sizes tiny tiny-30B-A3B --tokens 256` tries the script without a GPU.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -158,13 +159,24 @@ def print_profile(step: Callable[[], object], device: str) -> None:
         seconds = time.perf_counter() - started
     order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
+    on_device = [
+        event
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
     kernels: dict[str, list[float]] = {}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.setdefault(event.name, []).append(event.device_time / 1e6)
+    for event in on_device:
+        kernels.setdefault(event.name, []).append(event.device_time / 1e6)
     busy = sum(map(sum, kernels.values()))
     for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:45]:
         print(f"{sum(times):9.5f} s {sum(times) / max(busy, 1e-9):6.1%} {len(times):6d} times  {name[:110]}")
+    on_device.sort(key=lambda event: event.time_range.start)
+    gaps = [
+        (after.time_range.start - before.time_range.end, before.name, after.name)
+        for before, after in itertools.pairwise(on_device)
+    ]
+    for gap, before, after in sorted(gaps, reverse=True)[:15]:
+        print(f"idle {gap / 1e6:.5f} s between {before[:60]} and {after[:60]}")
     print(f"step {seconds:.4f} s (profiled), kernels {busy:.4f} s, idle {max(seconds - busy, 0.0):.4f} s")
 
 

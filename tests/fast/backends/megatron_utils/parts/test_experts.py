@@ -156,6 +156,22 @@ def test_order_of_rows_is_megatrons(tokens, topk, dtype):
         torch.testing.assert_close(own, expected, rtol=0.0 if dtype == torch.float32 else 2**-6, atol=0.0)
 
 
+def test_gradients_add_up_where_megatron_adds_them_up():
+    """The first of a step is copied over what is there, and Megatron is told not to add any itself."""
+    from miles.backends.megatron_utils.parts.grouped import Groups, grouped_linear
+
+    torch.manual_seed(0)
+    weight = torch.randn(2, 3, 4, requires_grad=True)
+    batches = [(torch.randn(5, 4), Groups(torch.tensor(counts), 5)) for counts in ([2, 3], [5, 0], [0, 5])]
+    grads = [torch.autograd.grad(grouped_linear(x, weight, groups).sum(), weight)[0] for x, groups in batches]
+    for step in range(2):
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(2, 3, 4), False
+        for x, groups in batches:
+            grouped_linear(x, weight, groups).sum().backward()
+            assert weight.grad_added_to_main_grad
+        assert torch.equal(weight.main_grad, grads[0] + grads[1] + grads[2]), step
+
+
 def test_rows_by_key():
     from miles.backends.megatron_utils.parts.rows import RowOrder
 
