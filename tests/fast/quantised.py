@@ -71,6 +71,24 @@ def write_mxfp4(source: Path, quantised: Path, plain: Path) -> None:
     _write(source, plain, values, None)
 
 
+def write_v4(source: Path, quantised: Path, plain: Path) -> None:
+    """As `write_fp8`, of DeepSeek-V4 as the hub has it: experts as FP4, projections as FP8, scales powers of two."""
+    codes, values = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        scale = name.removesuffix("weight") + "scale"
+        if ".ffn.experts." in name:
+            packed, exponents, value = fp4_blocks(weight)
+            codes[name], codes[scale] = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
+        elif name.endswith(("wq_a.weight", "wq_b.weight", "attn.wkv.weight", "wo_a.weight", "wo_b.weight")):
+            codes[name], scales, value = fp8_blocks(weight, power_of_two=True)
+            codes[scale] = scales.to(torch.float8_e8m0fnu)
+        else:
+            codes[name] = value = weight
+        values[name] = value.bfloat16() if scale in codes else value
+    _write(source, quantised, codes, FP8 | {"scale_fmt": "ue8m0"})
+    _write(source, plain, values, None)
+
+
 def _write(source, folder, tensors, quantization):
     """Files of every second tensor, so that codes and scales lie apart."""
     folder.mkdir(parents=True)
