@@ -3,15 +3,21 @@
 Shape letters: O output rows and I input columns of a weight; P and Q its blocks down and across.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.quantization import quantization_in
+from miles.utils.errors import UserError
+
 BLOCK = 128
 SCALES = "_scale_inv"  # behind a weight's name
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# Elements that are quantised at a time: what that takes for a moment is eight times as many bytes, and more.
+_PIECE = 2**24
 _ENDINGS = ("_proj.weight", ".kv_a_proj_with_mqa.weight")
 
 
@@ -20,6 +26,14 @@ def quantise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A block's largest number becomes e4m3's largest. A block of zeros has scale 1.
     """
+    step = max(1, _PIECE // weight_OI.shape[1] // BLOCK) * BLOCK
+    pieces = [_quantise(rows) for rows in weight_OI.split(step)]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
+
+
+def _quantise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight_OI.shape
     padded = F.pad(weight_OI.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [P, 128, Q, 128]
@@ -30,14 +44,30 @@ def quantise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales_PQ
 
 
-def becomes_fp8(name: str, shape: Iterable[int]) -> bool:
-    """Whether an FP8 checkpoint holds this tensor in blocks: projections of layers, but no routers, tables and head."""
-    return name.endswith(_ENDINGS) and len(tuple(shape)) == 2
+def fp8_weights(index: CheckpointIndex) -> set[str]:
+    """The weights that a checkpoint's FP8 form has in blocks: those of a checkpoint in FP8, else projections of layers.
+
+    Raises:
+        ValueError: there is no such form that engines read.
+    """
+    if index.quantised:
+        formats = {(each.block_format.codes_dtype, each.block_format.block) for each in index.quantised.values()}
+        if formats != {("F8_E4M3", (BLOCK, BLOCK))}:
+            raise UserError(f"{index.folder} has weights in another form than FP8 blocks of {BLOCK} x {BLOCK}")
+        return set(index.quantised)
+    if any("experts" in name and len(shape) > 2 for name, shape in index.shapes.items()):
+        raise UserError(f"{index.folder} has a layer's experts in one tensor, of which engines read no FP8 form")
+    weights = {name for name, shape in index.shapes.items() if name.endswith(_ENDINGS) and len(shape) == 2}
+    if not weights:
+        raise UserError(f"{index.folder} has no projections (weights whose names end in {' or '.join(_ENDINGS)})")
+    return weights
 
 
-def quantization_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What config.json says of a checkpoint with these tensors, whose `becomes_fp8` ones are quantised."""
-    plain = [name for name, shape in shapes.items() if len(shape) > 1 and not becomes_fp8(name, shape)]
+def fp8_config(index: CheckpointIndex, weights: Collection[str]) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint with `weights` in FP8; one that is in FP8 has its own."""
+    if index.quantised and (quantization := quantization_in(index.folder)):
+        return quantization
+    plain = [name for name, shape in index.shapes.items() if len(shape) > 1 and name not in weights]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from miles.hf.checkpoint import CheckpointIndex, read_header
-from miles.hf.fp8 import SCALES, becomes_fp8, quantise, quantization_config
+from miles.hf.fp8 import SCALES, fp8_config, fp8_weights, quantise
 from miles.hf.tensor_file import TensorFile, TensorInfo, file_header
 from miles.hf.writer import copy_all_but_weights, write_config
 from miles.tools import run
@@ -67,22 +67,15 @@ class Conversion:
 
     def __init__(self, index: CheckpointIndex, to: Literal["bf16", "fp8"]):
         self.index, self.to = index, to
-        self.fp8 = {name for name, shape in index.shapes.items() if to == "fp8" and becomes_fp8(name, shape)}
-        if problem := self._problem():
-            raise UserError(f"--input {index.folder} {problem}")
+        if to == "bf16" and not index.quantised:
+            raise UserError(f"--input {index.folder} has no quantised weights: there is nothing to convert to bf16")
+        if to == "fp8" and index.quantised:
+            raise UserError(f"--input {index.folder} is quantised, and would lose twice: give the bf16 checkpoint")
+        self.fp8 = fp8_weights(index) if to == "fp8" else set()
         self.files: dict[str, list[str]] = {}
         for name, path in sorted(index.files.items(), key=lambda item: item[1]):
             self.files.setdefault(path.name, []).append(name)
         self.tensors = {new: info for name in index.files for new, info in self._written(name).items()}
-
-    def _problem(self) -> str | None:
-        if self.to == "bf16":
-            return None if self.index.quantised else "has no quantised weights: there is nothing to convert to bf16"
-        if self.index.quantised:
-            return "is quantised already, and would lose more by FP8 from its values: convert the bf16 checkpoint"
-        if any("experts" in name and len(shape) > 2 for name, shape in self.index.shapes.items()):
-            return "has a layer's experts in one tensor, for which there is no FP8 form that engines read"
-        return None if self.fp8 else "has no projections (names ending in _proj.weight): there is nothing to convert"
 
     def _written(self, name: str) -> dict[str, TensorInfo]:
         """What is written for a tensor of the checkpoint."""
@@ -128,7 +121,7 @@ class Conversion:
                 path.unlink()  # of a run with another checkpoint
         copy_all_but_weights(self.index.folder, folder)
         if self.fp8:
-            write_config(self.index.folder, folder, None, quantization_config(self.index.shapes))
+            write_config(self.index.folder, folder, None, fp8_config(self.index, self.fp8))
         else:
             write_config(self.index.folder, folder, "bfloat16")
         weight_map = {new: file for file, names in self.files.items() for name in names for new in self._written(name)}

@@ -2,10 +2,13 @@
 
 import hashlib
 import logging
+from collections.abc import Iterator
 
 import torch
 
+from miles.hf.block_formats import BlockFormat
 from miles.hf.entries import EMBEDDING_END, HEAD
+from miles.hf.fp8 import BLOCK, SCALES
 from miles.weight_sync.bucket import views
 from miles.weight_sync.plan import Bucket
 from miles.weight_sync.transport import Link, Transport, TransportSetup
@@ -31,7 +34,22 @@ class SentHashes(Transport):
         self.hashes = {}
 
     def prepare(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        self.hashes |= {name: tensor_hash(tensor) for name, tensor in views(bucket, flat).items()}
+        self.hashes |= {name: tensor_hash(tensor) for name, tensor in _as_hashed(views(bucket, flat))}
+
+
+def _as_hashed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What SGLang hashes of each: of FP8 codes the values that they and their scales stand for, in bf16.
+
+    Codes whose columns are no whole blocks are left out: SGLang takes their blocks to be of another size.
+    """
+    for name, tensor in tensors.items():
+        if name.endswith(SCALES) and name.removesuffix(SCALES) in tensors:
+            continue
+        scales = tensors.get(name + SCALES)
+        if scales is None:
+            yield name, tensor
+        elif tensor.shape[-1] % BLOCK == 0:
+            yield name, BlockFormat("F8_E4M3", ("F32",), (BLOCK, BLOCK)).decode(tensor, scales, torch.bfloat16)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

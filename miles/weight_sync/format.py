@@ -1,8 +1,11 @@
 """What an engine is sent for a tensor of the trainer: the tensor itself, or what an engine of another format holds."""
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
+
+from miles.hf.fp8 import SCALES, quantise
 
 
 class EngineFormat(Protocol):
@@ -30,3 +33,21 @@ class CheckpointFormat:
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensor under its own name."""
         return {name: tensor}
+
+
+class Fp8Format:
+    """Engines that hold some weights as FP8 in blocks of 128 x 128.
+
+    Args:
+        weights: the names of these.
+    """
+
+    def __init__(self, weights: Collection[str]):
+        self.weights = frozenset(weights)
+
+    def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Codes under the weight's name and its blocks' scales; the tensor itself for others."""
+        if name not in self.weights:
+            return {name: tensor}
+        codes, scales = quantise(tensor)
+        return {name: codes, name + SCALES: scales}

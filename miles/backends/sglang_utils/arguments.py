@@ -75,7 +75,12 @@ def _plain_weights(arguments: dict[str, object]) -> dict[str, object]:
     override = {"quantization_config": None}
     if written := arguments.get("json_model_override_args"):
         override |= json.loads(str(written))
-    return {"json_model_override_args": json.dumps(override), "load_format": arguments.get("load_format", "dummy")}
+    return {
+        "json_model_override_args": json.dumps(override),
+        "load_format": arguments.get("load_format", "dummy"),
+        # On Blackwell SGLang looks into the files of a DeepSeek-V3 otherwise, and takes what it finds there.
+        "quantization": "unquant",
+    }
 
 
 def command_line(arguments: dict[str, object]) -> list[str]:

@@ -90,7 +90,8 @@ def _server_problems(config: RunConfig, info: dict) -> list[str]:
         if "quantization_config" not in override or override["quantization_config"] is not None:
             problems.append(
                 "has the quantised weights of its checkpoint, which weights cannot be sent to: start it with "
-                "--load-format dummy --json-model-override-args '{\"quantization_config\": null}'"
+                "--load-format dummy --quantization unquant "
+                "--json-model-override-args '{\"quantization_config\": null}'"
             )
     if config.needs_trainer and has_draft(info["speculative_algorithm"]):
         name = info["speculative_algorithm"]

@@ -81,7 +81,7 @@ def test_to_fp8(source, tmp_path):
     assert config["dtype"] == "float32"
     assert config["quantization_config"]["modules_to_not_convert"] == ["model.embed_tokens"]
     # From FP8 to bf16 and back would lose more.
-    with pytest.raises(ValueError, match="is quantised already, .* convert the bf16 checkpoint"):
+    with pytest.raises(ValueError, match="is quantised, and would lose twice: give the bf16 checkpoint"):
         convert(tmp_path / "out", tmp_path / "again", "fp8")
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from miles.hf.checkpoint import CheckpointIndex
-from miles.weight_sync.format import CheckpointFormat
+from miles.weight_sync.format import CheckpointFormat, Fp8Format
 from miles.weight_sync.live_bytes import LiveBytes
 from miles.weight_sync.plan import plan_buckets
 from miles.weight_sync.source import FullTensor, SourcePart
@@ -30,6 +30,17 @@ class BlockwiseInt8:
         blocks = tensor.float().unflatten(-1, (-1, BLOCK))
         scale = blocks.abs().amax(-1).clamp(min=1e-12) / 127
         return {name: (blocks / scale[..., None]).round().to(torch.int8).flatten(-2), name + "_scale": scale}
+
+
+class Fp8Matrices(Fp8Format):
+    """Every matrix as FP8."""
+
+    def __init__(self, folder):
+        shapes = CheckpointIndex(folder).shapes
+        super().__init__(name for name, shape in shapes.items() if len(shape) == 2)
+
+
+FORMATS = {"int8": lambda folder: BlockwiseInt8(), "fp8": Fp8Matrices}
 
 
 class Wrong(BlockwiseInt8):
@@ -56,6 +67,16 @@ def test_what_is_sent_is_planned_before_there_are_values():
     assert plain.scratch == 0 and bucket.scratch >= 4 * 16 * 4
 
 
+def test_fp8_is_planned_with_its_scales():
+    parts = [part("a.q_proj.weight", 200, 300), part("norm", 300)]
+    (bucket,) = plan_buckets(parts, Fp8Format({"a.q_proj.weight"}), 2_000_000)
+    assert [(slot.name, slot.shape, slot.dtype) for slot in bucket.slots.values()] == [
+        ("a.q_proj.weight_scale_inv", (2, 3), torch.float32),
+        ("norm", (300,), torch.bfloat16),
+        ("a.q_proj.weight", (200, 300), torch.float8_e4m3fn),
+    ]
+
+
 def test_one_name_for_two_tensors_is_refused():
     with pytest.raises(AssertionError, match="two tensors of the source give the same one"):
         plan_buckets([part("w", 4, 16), part("w_scale", 4)], BlockwiseInt8(), 10_000)
@@ -69,13 +90,14 @@ def engines():
         engine.close()
 
 
-def check(engine, folder):
+def check(engine, folder, kind="int8"):
     index, expected = CheckpointIndex(folder), {}
     for name in index.files:
-        expected |= BlockwiseInt8().encode(name, index.read(name))
+        expected |= FORMATS[kind](folder).encode(name, index.read(name))
     assert len(expected) > len(index) and engine.received[0].keys() == expected.keys()
     for name, tensor in engine.received[0].items():
-        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
 @pytest.fixture
@@ -104,8 +126,9 @@ def test_a_format_that_gives_something_else_for_values_is_a_fault_of_its_own(one
     assert engines[0].version is None
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("mode", ["broadcast", "disk"])
-def test_shards_become_encoded_tensors_on_every_way(run_ranks, engines, tmp_path, mode):
+def test_shards_become_encoded_tensors_on_every_way(run_ranks, engines, tmp_path, mode, kind):
     """Cut by tensor and expert parallelism; --check-weight-update-equal compares what is encoded."""
     expert_checkpoint(tmp_path / "model")
     (tmp_path / "shared").mkdir()
@@ -114,18 +137,18 @@ def test_shards_become_encoded_tensors_on_every_way(run_ranks, engines, tmp_path
     changes = dict(transfer_mode=mode, check_equal=True)
     if mode == "disk":
         changes["disk_folder"] = str(tmp_path / "shared")
-    run_ranks(__file__, 2, str(tmp_path / "model"), json.dumps([targets, changes]))
+    run_ranks(__file__, 2, str(tmp_path / "model"), json.dumps([kind, targets, changes]))
     for engine in engines:
-        check(engine, tmp_path / "model")
+        check(engine, tmp_path / "model", kind)
         assert engine.version == "1" and engine.resets == 1
 
 
 def main(rank, world_size, store, folder, task):
     """One update of the weights as they are."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    targets, changes = json.loads(task)
+    kind, targets, changes = json.loads(task)
     parallel = grid(dist.new_group, rank, world_size, tp=2, ep=2)
-    updater, _ = build(folder, parallel, rank, targets, LIMIT, BlockwiseInt8(), **changes)
+    updater, _ = build(folder, parallel, rank, targets, LIMIT, FORMATS[kind](folder), **changes)
     updater.update(1)
 
 

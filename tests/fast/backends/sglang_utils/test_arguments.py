@@ -34,14 +34,14 @@ def test_an_engine_that_is_sent_weights_holds_no_quantised_ones(engine_flags, tm
         for before, flag in pairwise(["", *engine_flags])
     ]
     arguments = server_arguments(parse_args(flags), engine_rank=0, port=5000)
-    assert arguments["load_format"] == "dummy"
+    assert arguments["load_format"] == "dummy" and arguments["quantization"] == "unquant"
     assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None}
     users = ["--sglang-load-format", "auto", "--sglang-json-model-override-args", '{"a": 1}']
     arguments = server_arguments(parse_args([*flags, *users]), engine_rank=0, port=5000)
     assert arguments["load_format"] == "auto"
     assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None, "a": 1}
     alone = server_arguments(parse_args([*flags, "--debug-rollout-only"]), engine_rank=0, port=5000)
-    assert not {"load_format", "json_model_override_args"} & alone.keys()
+    assert not {"load_format", "json_model_override_args", "quantization"} & alone.keys()
 
 
 def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):
