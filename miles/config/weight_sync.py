@@ -9,6 +9,8 @@ from miles.config.effect import OnlyWith, engines_run
 from miles.config.paths import OutputFolder
 from miles.config.section import Section, rule
 from miles.config.values import Values
+from miles.hf.families import shape_of
+from miles.hf.shape import model_shape
 from miles.weight_sync.transports import REMOTE_TRANSPORTS
 
 if TYPE_CHECKING:
@@ -57,9 +59,29 @@ class WeightSyncConfig(Section):
         description="After the first sync, overwrite the engines' weights with random numbers, send them again, and "
         "stop where a tensor of an engine is not what it was or not what was sent.",
     )
+    rollout_fp8: bool = Field(
+        False,
+        description="Engines compute projections in FP8: each sync quantises the trainer's weights in blocks of 128 x "
+        "128. An engine starts without weights, which the first sync brings.",
+    )
 
 
 @rule
 def _disk_folder(v: Values) -> Iterator[str]:
     if v.update_weight_transfer_mode == "disk" and v.update_weight_disk_dir is None:
         yield "--update-weight-transfer-mode disk needs --update-weight-disk-dir, a folder that trainer and engines see"
+
+
+@rule
+def _fp8_engines(v: Values) -> Iterator[str]:
+    if not v.rollout_fp8:
+        return
+    if v.rollout_external:
+        yield "--rollout-fp8 is for engines that Miles starts; drop it, or --rollout-external-engine-addrs"
+    elif not v.needs_trainer:
+        yield (
+            "--rollout-fp8 has no effect without a trainer that sends weights; give a checkpoint in FP8 "
+            "(python -m miles.tools.convert --to fp8 makes one), or drop it"
+        )
+    elif v.device == "cpu" and (fields := model_shape(v.hf_checkpoint)) and shape_of(fields).num_experts:
+        yield "--rollout-fp8 with experts needs --device cuda: SGLang has no FP8 experts on a CPU; drop it"

@@ -36,7 +36,7 @@ class CheckpointFormat:
 
 
 class Fp8Format:
-    """Engines that hold some weights as FP8 in blocks of 128 x 128.
+    """Engines that hold some weights as FP8 in blocks of 128 x 128 (--rollout-fp8).
 
     Args:
         weights: the names of these.

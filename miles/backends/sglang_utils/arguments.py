@@ -7,8 +7,11 @@ the backends that a CPU needs. Whatever the user gives as `--sglang-<name>` is a
 import json
 import os
 import sys
+from typing import Any
 
 from miles.config import RunConfig
+from miles.hf.checkpoint import CheckpointIndex
+from miles.hf.fp8 import fp8_config, fp8_weights
 from miles.hf.quantization import quantization_in
 from miles.hf.shape import model_shape
 from miles.utils.errors import UserError
@@ -65,22 +68,21 @@ def server_arguments(config: RunConfig, *, engine_rank: int, port: int, host: st
             # The multicast buffers that come with these graphs don't fit beside the trainer.
             arguments["cuda_graph_backend_prefill"] = "disabled"
     arguments |= config.sglang
-    if config.needs_trainer and quantization_in(config.hf_checkpoint) is not None:
-        arguments |= _plain_weights(arguments)
+    if config.needs_trainer and config.rollout_fp8:
+        index = CheckpointIndex(config.hf_checkpoint)
+        arguments |= _filled_by_updates(arguments, fp8_config(index, fp8_weights(index)))
+    elif config.needs_trainer and quantization_in(config.hf_checkpoint) is not None:
+        # On Blackwell SGLang looks into the files of a DeepSeek-V3 otherwise, and takes what it finds there.
+        arguments |= _filled_by_updates(arguments, None) | {"quantization": "unquant"}
     return arguments
 
 
-def _plain_weights(arguments: dict[str, object]) -> dict[str, object]:
-    """The same model with weights that are not quantised, as the trainer sends them; the first update fills them in."""
-    override = {"quantization_config": None}
+def _filled_by_updates(arguments: dict[str, object], quantization: dict[str, Any] | None) -> dict[str, object]:
+    """What loads no weights, and is quantised as those of an update are: the first one fills them in."""
+    override: dict[str, Any] = {"quantization_config": quantization}
     if written := arguments.get("json_model_override_args"):
         override |= json.loads(str(written))
-    return {
-        "json_model_override_args": json.dumps(override),
-        "load_format": arguments.get("load_format", "dummy"),
-        # On Blackwell SGLang looks into the files of a DeepSeek-V3 otherwise, and takes what it finds there.
-        "quantization": "unquant",
-    }
+    return {"json_model_override_args": json.dumps(override), "load_format": arguments.get("load_format", "dummy")}
 
 
 def command_line(arguments: dict[str, object]) -> list[str]:

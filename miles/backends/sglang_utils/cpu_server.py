@@ -30,7 +30,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from miles.backends.sglang_utils import cpu_attention, cpu_memory, deepseek_v4, float32_copies
+from miles.backends.sglang_utils import cpu_attention, cpu_fp8, cpu_memory, deepseek_v4, float32_copies
 from miles.backends.sglang_utils.arguments import CPU_MEMORY_SAVER
 from miles.backends.sglang_utils.forked import forked
 
@@ -87,6 +87,7 @@ HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker._compute_ch
 float32_copies.register()
 deepseek_v4.register()
 cpu_attention.register()
+cpu_fp8.register()
 if CPU_MEMORY_SAVER in os.environ:
     cpu_memory.register()
 

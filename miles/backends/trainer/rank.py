@@ -17,6 +17,7 @@ from miles.backends.trainer.residency import TrainerResidency, build_residency, 
 from miles.backends.trainer.shard_trainer import ShardTrainer
 from miles.backends.trainer.world import timeout
 from miles.config import RunConfig
+from miles.hf.fp8 import fp8_weights
 from miles.residency.plan import Move, Party
 from miles.utils.agreement import Agreement
 from miles.utils.checkpoint_folder import REFERENCE, locate, partial_folder
@@ -25,6 +26,7 @@ from miles.utils.errors import UserError
 from miles.utils.network import free_ports, host_port
 from miles.utils.stopwatch import Stopwatch
 from miles.weight_sync.export import save_hf
+from miles.weight_sync.format import Fp8Format
 from miles.weight_sync.source import live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import SyncSettings, TrainerRank, WeightUpdater
@@ -165,7 +167,8 @@ class RankActor:
             check_equal=config.check_weight_update_equal,
         )
         weights = self.model.weight_source(self._read_weight, copies=self.residency is not None)
-        self.updater = WeightUpdater(weights, engines, trainer, settings)
+        engine_format = Fp8Format(fp8_weights(weights.index)) if config.rollout_fp8 else None
+        self.updater = WeightUpdater(weights, engines, trainer, settings, engine_format)
 
     def _read_weight(self, weight: torch.Tensor, expert: int | None = None) -> torch.Tensor:
         """The values of a parameter or a buffer, or of one expert's part, awake or asleep."""

@@ -19,13 +19,15 @@ from miles.backends.sglang_utils.engine import SGLangEngine
 from miles.engines.client import SGLangClient, SGLangError
 from miles.hf.checkpoint import CheckpointIndex
 from miles.hf.config import load_hf_config
+from miles.hf.fp8 import fp8_weights
 from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.agreement import Agreement
 from miles.weight_sync import check, session
+from miles.weight_sync.format import Fp8Format
 from miles.weight_sync.source import live
 from miles.weight_sync.target import EngineTarget
 from miles.weight_sync.updater import TrainerRank, WeightUpdater
-from tests.fast.quantised import write_fp8
+from tests.fast.quantised import fp8_blocks, is_fp8, write_fp8
 from tests.fast.weight_sync.conftest import StageModel, alone, sync_settings
 
 pytestmark = pytest.mark.real
@@ -51,14 +53,14 @@ def perturbed(folder, seed):
     return folder.with_name(folder.name + f"-{seed}")
 
 
-def updater_of(weights_folder, checkpoint, engines, group, **changes):
+def updater_of(weights_folder, checkpoint, engines, group, engine_format=None, **changes):
     config = load_hf_config(checkpoint)
     family, layers = family_for(config), config.num_hidden_layers
     model = StageModel(config, range(layers))
     load_into([model], family, config, weights_folder, alone(layers))
     source = MegatronWeights([model], family, config, alone(layers), CheckpointIndex(checkpoint))
     trainer = TrainerRank(0, Agreement(group), "127.0.0.1", timedelta(minutes=1))
-    return WeightUpdater(source, engines, trainer, sync_settings(checkpoint, **changes))
+    return WeightUpdater(source, engines, trainer, sync_settings(checkpoint, **changes), engine_format)
 
 
 def local(url):
@@ -213,6 +215,40 @@ def test_an_engine_of_a_quantised_checkpoint_has_plain_weights(tmp_path, tiny_ch
         url = engine.start()
         updater_of(quantised, quantised, local(url), group, check_equal=True).update(1)
         check_log_probs(url, plain, "1")
+    finally:
+        engine.shutdown()
+
+
+def after_fp8(folder):
+    """The checkpoint with what its projections are once they were quantised, beside it."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_fp8(name):
+                parameter.copy_(fp8_blocks(parameter)[2])
+    model.save_pretrained(folder.with_name(folder.name + "-fp8"))
+    return folder.with_name(folder.name + "-fp8")
+
+
+def test_an_fp8_engine_computes_with_what_was_quantised_on_its_way(tmp_path, engine_config, group):
+    """It starts from a bf16 checkpoint; the bytes that it holds are those that were sent."""
+    folder = tmp_path / "model"
+    sizes = dict(hidden_size=256, num_layers=2, head_dim=64, intermediate_size=512)
+    make_tiny_checkpoint(folder, init_std=0.1, tie=False, **sizes)
+    changes = {"hf_checkpoint": str(folder), "run_dir": str(tmp_path / "run"), "rollout_fp8": True}
+    engine = SGLangEngine(engine_config.model_copy(update=changes), 0, [])
+    engine_format = Fp8Format(fp8_weights(CheckpointIndex(folder)))
+    try:
+        url = engine.start()
+        for version, way in enumerate((local, remote), 1):
+            other = perturbed(folder, version)
+            updater = updater_of(other, folder, way(url), group, engine_format, check_equal=version == 1)
+            metrics = updater.update(version)
+            updater.close()
+            assert metrics["perf/update_weights_tensors"] == TENSORS + 1 + 2 * 7
+            check_log_probs(url, after_fp8(other), str(version))
+            with pytest.raises(AssertionError):
+                check_log_probs(url, other, str(version))
     finally:
         engine.shutdown()
 

@@ -12,6 +12,7 @@ from miles.backends.sglang_utils.arguments import (
     server_arguments,
     server_environment,
 )
+from miles.tools.make_tiny_checkpoint import make_tiny_checkpoint
 from miles.utils.arguments import parse_args
 
 
@@ -42,6 +43,19 @@ def test_an_engine_that_is_sent_weights_holds_no_quantised_ones(engine_flags, tm
     assert json.loads(arguments["json_model_override_args"]) == {"quantization_config": None, "a": 1}
     alone = server_arguments(parse_args([*flags, "--debug-rollout-only"]), engine_rank=0, port=5000)
     assert not {"load_format", "json_model_override_args", "quantization"} & alone.keys()
+
+
+def test_an_fp8_engine_is_quantised_as_updates_are(engine_flags, tmp_path):
+    make_tiny_checkpoint(tmp_path / "model", num_layers=1, tie=False)
+    flags = [
+        str(tmp_path / "model") if before == "--hf-checkpoint" else flag
+        for before, flag in pairwise(["", *engine_flags])
+    ]
+    arguments = server_arguments(parse_args([*flags, "--rollout-fp8"]), engine_rank=0, port=5000)
+    override = json.loads(arguments["json_model_override_args"])["quantization_config"]
+    assert override["quant_method"] == "fp8" and override["weight_block_size"] == [128, 128]
+    assert override["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+    assert arguments["load_format"] == "dummy" and "quantization" not in arguments
 
 
 def test_gpu_arguments_leave_sglang_its_defaults(engine_flags):
