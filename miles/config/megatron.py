@@ -86,6 +86,15 @@ class MegatronConfig(Section):
     moe_aux_loss_coeff: Annotated[float, OnlyWith("--moe-router-load-balancing-type aux_loss")] = Field(
         0.0, ge=0, description="Weight of the load-balancing loss."
     )
+    moe_router_freeze_gate: bool = Field(
+        False, description="Leave the weights and biases of the routers as they are; experts are trained."
+    )
+    moe_router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="By how much each optimizer step moves the bias in the choice of an expert, up where it had fewer "
+        "tokens than the mean of its layer, else down (DeepSeek-V3). 0 keeps the checkpoint's.",
+    )
     moe_z_loss_coeff: float | None = Field(
         None, gt=0, description="Weight of a loss on the size of the router's logits. Unset: none."
     )

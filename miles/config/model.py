@@ -188,6 +188,20 @@ def _without_experts(v: Values, shape: ModelShape) -> Iterator[str]:
     tensor = v.expert_tensor_parallel_size
     if v.expert_model_parallel_size == 1 and tensor != v.tensor_model_parallel_size:
         yield f"--expert-tensor-parallel-size {tensor} needs a model with experts, this one has none; leave it out"
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(v, name):
             yield f"{flag_of(name)} {getattr(v, name)} needs a model with experts, this one has none; leave it out"
+    if v.moe_router_freeze_gate:
+        yield "--moe-router-freeze-gate needs a model with experts, this one has none; leave it out"
+
+
+@rule
+@_of_the_model
+def _selection_bias(v: Values, shape: ModelShape) -> Iterator[str]:
+    model = describe(v.hf_checkpoint)
+    if shape.num_experts and v.moe_router_bias_update_rate and model is not None and model.selection_bias is False:
+        yield (
+            f"--moe-router-bias-update-rate {v.moe_router_bias_update_rate} needs a model whose routers have a bias in "
+            f"the choice of experts, as DeepSeek-V3 has; a {model.architecture} has none; leave it out, or use "
+            "--moe-router-load-balancing-type aux_loss"
+        )

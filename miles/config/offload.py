@@ -193,6 +193,11 @@ def _master_weights(v: Values) -> Iterator[str]:
         yield (
             "--rematerialize-param-from-master-weight needs --bf16: in fp32 the weights are their own masters; drop one"
         )
+    if v.moe_router_freeze_gate:
+        yield (
+            "--rematerialize-param-from-master-weight rebuilds weights from the optimizer's, which has none of routers "
+            "that are frozen (--moe-router-freeze-gate); drop one of the two"
+        )
     if not v.use_distributed_optimizer:
         yield (
             "--rematerialize-param-from-master-weight needs --use-distributed-optimizer, whose masters it rebuilds the "

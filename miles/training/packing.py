@@ -23,6 +23,7 @@ class PackedBatch:
     Args:
         tokens_T: int64 token ids; the tail is padding, and so is the end of a sequence under context parallelism: 0.
         position_ids_T: int64, from 0 in each sequence.
+        real_T: bool, False at padding.
         cu_seqlens: int32 on the CPU, where each sequence of the whole micro-batch starts, with the number of all tokens
             as the last entry. Padding behind the samples, if any, is the last sequence.
         max_seqlen: length of the longest sequence, padding included.
@@ -44,6 +45,7 @@ class PackedBatch:
 
     tokens_T: torch.Tensor
     position_ids_T: torch.Tensor
+    real_T: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
     logit_index_N: torch.Tensor
@@ -97,7 +99,8 @@ def pack(
         result[place_T] = values[index_T]
         return result
 
-    tokens = laid_out(batch["tokens"]).astype(np.int64)
+    tokens, real = laid_out(batch["tokens"]).astype(np.int64), np.zeros(num_tokens, dtype=bool)
+    real[place_T] = True
     position_ids = np.arange(num_tokens) - np.repeat(sequence_offsets[:-1], sequence_lengths)
     held_T = _held_tokens(sequence_offsets, cp_rank, cp_size)
     # A token's row in this rank's part, or -1.
@@ -130,6 +133,7 @@ def pack(
     return PackedBatch(
         tokens_T=torch.from_numpy(tokens[held_T]).to(device),
         position_ids_T=torch.from_numpy(position_ids[held_T]).to(device),
+        real_T=torch.from_numpy(real[held_T]).to(device),
         cu_seqlens=torch.from_numpy(sequence_offsets.astype(np.int32)),
         max_seqlen=int(sequence_lengths.max()),
         logit_index_N=torch.from_numpy(row_of[target_index_N - 1]).to(device),

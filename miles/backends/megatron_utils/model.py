@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -186,6 +187,10 @@ def _build_chunk(
     # Where logits are capped, the family's `after_build` says so.
     model.logit_softcap = None
     family.after_build(hf_config, model)
+    if config.moe_router_freeze_gate:
+        for part in model.modules():
+            if isinstance(part, Router):
+                part.requires_grad_(False)
     return model.to(config.device)
 
 

@@ -13,6 +13,7 @@ from megatron.core.optimizer import clip_grads
 from transformers import PreTrainedConfig
 
 from miles.backends.megatron_utils import checkpoint, regions, torch_adam
+from miles.backends.megatron_utils.expert_load import ExpertLoad
 from miles.backends.megatron_utils.families import family_for
 from miles.backends.megatron_utils.hf_weights import load_into, model_tensors
 from miles.backends.megatron_utils.initialize import build_process_groups
@@ -68,6 +69,7 @@ class MegatronModel:
         self.scoring = Scoring.of(config, hf_config.vocab_size)
         self.score: Score = score_values if party is Party.CRITIC else score_responses
         self.streamed: StreamedOptimizer | None = None
+        self.load = ExpertLoad(self.chunks) if self.chunks[0].config.num_moe_experts else None
 
     # Weights
 
@@ -119,7 +121,9 @@ class MegatronModel:
         return run_micro_batches(chunks, micro_batches, self.scoring, function, forward_only, self.score)
 
     def begin_step(self, micro_batches: Sequence[PackedBatch]) -> None:
-        """Zero the gradients, and set the scale of the experts' balancing losses."""
+        """Zero gradients and counts of experts' tokens, and set the scale of the experts' balancing losses."""
+        if self.load is not None:
+            self.load.begin_step()
         for chunk in self.state.chunks:
             chunk.zero_grad_buffer()
         self.state.optimizer.zero_grad()
@@ -136,6 +140,10 @@ class MegatronModel:
         dist.all_reduce(tokens, group=self.grid.dp_cp_group())
         self.state.models[0].config.moe_grad_scale_func = lambda: 1 / tokens
 
+    def end_passes(self) -> dict[str, float]:
+        """The load of the experts."""
+        return {} if self.load is None else self.load.end_passes()
+
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """The norm that Megatron's `step()` would clip with; it would then update whatever the norm is."""
@@ -146,7 +154,7 @@ class MegatronModel:
 
     @torch.no_grad()
     def apply_gradients(self, norm: float) -> None:
-        """Clip and update as Megatron's `step()` does, and advance the schedule."""
+        """Clip and update as Megatron's `step()` does, move selection biases, and advance the schedule."""
         assert math.isfinite(norm)
         with cpu_support.cuda_type_names():
             for part in torch_adam.megatron_optimizers(self.state.optimizer):
@@ -155,6 +163,8 @@ class MegatronModel:
                     clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
             succeeded = self.state.optimizer.step_with_ready_grads()
             assert succeeded
+        if self.load is not None and self.config.moe_router_bias_update_rate:
+            self.load.move_biases(self.config.moe_router_bias_update_rate)
         self.state.scheduler.step(increment=1)
 
     def end_steps(self) -> None:

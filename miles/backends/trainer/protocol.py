@@ -193,6 +193,10 @@ class TrainedModel(Protocol):
         """Zero the gradients ahead of a step's `run`."""
         ...
 
+    def end_passes(self) -> dict[str, float]:
+        """A step's passes are done. Returns metrics of the model beside the loss's, on the ranks that report."""
+        ...
+
     def gradient_norm(self) -> float:
         """The norm of the whole model's gradient, once summed over all ranks; the same on all of them."""
         ...

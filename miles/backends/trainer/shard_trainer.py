@@ -81,7 +81,7 @@ class ShardTrainer:
         micro_batches = [self._pack(shard, rows, columns) for rows in step.micro_batches]
         self.model.begin_step(micro_batches)
         collected = self.model.run(micro_batches, self._loss, forward_only=False)
-        metrics = self.optimizer_step(self.model, step.weighs)
+        metrics = self.model.end_passes() | self.optimizer_step(self.model, step.weighs)
         if not collected:
             return {}
         return metrics | step_metrics.of_step(collected, self.model.grid.dp_cp_group())

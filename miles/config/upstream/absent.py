@@ -58,7 +58,6 @@ ABSENT: tuple[Absent, ...] = (
         "training of layers for further tokens",
         "leave them out: such layers of a checkpoint are not loaded",
     ),
-    _row("moe-router-freeze-gate", "a router that is not trained", "leave it out"),
     _row("freeze-indexer", "an indexer that is not trained by choice", "leave it out"),
     _row(
         "te-precision-config-file fp4-format fp4-recipe fp8-param-gather extra-high-precision-layers-hf "

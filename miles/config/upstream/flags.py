@@ -147,7 +147,6 @@ ANYWAY: dict[str, Meant] = {
     "--moe-permute-fusion": anyway(),
     "--moe-enable-deepep": anyway("alltoall"),
     "--moe-token-drop-policy": either("probs", "position"),
-    "--moe-router-bias-update-rate": either("0", only="the bias of the choice of experts stays as it is"),
     "--freeze-e-score-correction-bias": anyway(),
     "--no-rope-fusion": anyway(),
     "--no-masked-softmax-fusion": anyway(),

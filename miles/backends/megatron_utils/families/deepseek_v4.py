@@ -82,7 +82,7 @@ class DeepseekV4(Family):
             moe_router_topk=hf_config.num_experts_per_tok,
             moe_router_score_function="sqrtsoftplus",
             moe_router_enable_expert_bias=True,
-            # The bias is the checkpoint's.
+            # `ExpertLoad` moves the bias, in steps that are taken.
             moe_router_bias_update_rate=0.0,
             moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
             hyper_streams=hf_config.hc_mult,

@@ -49,7 +49,7 @@ def sigmoid_router(hf_config: PreTrainedConfig) -> dict[str, Any]:
         moe_router_topk=hf_config.num_experts_per_tok,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
-        # The bias is the checkpoint's.
+        # `ExpertLoad` moves the bias, in steps that are taken.
         moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=hf_config.routed_scaling_factor,
     )

@@ -65,7 +65,7 @@ class MiniMaxM2(Family):
             moe_router_topk=hf_config.num_experts_per_tok,
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
-            # The bias is the checkpoint's.
+            # `ExpertLoad` moves the bias, in steps that are taken.
             moe_router_bias_update_rate=0.0,
         )
 

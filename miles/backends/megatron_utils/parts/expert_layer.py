@@ -15,20 +15,43 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from miles.backends.megatron_utils.parts.rows import RowOrder
+from miles.backends.trainer import side_input
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's, with `RowDispatcher` for all but --moe-token-dispatcher-type allgather over several ranks."""
+    """Megatron's, with `RowDispatcher` for all but --moe-token-dispatcher-type allgather over several ranks.
+
+    Attributes:
+        tokens_E: int64, of this rank's tokens those that went to each of all experts, in passes with gradients and
+            until somebody zeroes it. Padding is not counted.
+    """
+
+    tokens_E: torch.Tensor
 
     def __init__(self, *args: Any, pg_collection: Any = None, **kwargs: Any):
         groups = pg_collection or get_default_pg_collection()
         super().__init__(*args, pg_collection=groups, **kwargs)
+        counts_E = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        self.register_buffer("tokens_E", counts_E, persistent=False)
         if self.config.moe_token_dispatcher_type == "alltoall" or groups.tp_ep.size() == 1:
             self.token_dispatcher = RowDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
             )
             if self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and choice of experts, [T, E] each."""
+        probs_TE, chosen_TE = super().route(hidden_states, padding_mask)
+        # Where layers are recomputed, their first pass has no gradients.
+        if torch.is_grad_enabled():
+            real_T = side_input.micro_batch().real_T
+            if self.config.sequence_parallel:
+                real_T = real_T.chunk(self.attn_tp_group.size())[self.attn_tp_group.rank()]
+            self.tokens_E += (chosen_TE & real_T[:, None]).sum(dim=0)
+        return probs_TE, chosen_TE
 
 
 class RowDispatcher(MoEAlltoAllTokenDispatcher):
@@ -54,13 +77,13 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [..., H] and probabilities [T, E] to rows [N, H] by expert, and their probabilities [N]."""
-        self.hidden_shape, self.probs = hidden_states.shape, probs
+        self.hidden_shape, self.probs_dtype = hidden_states.shape, probs.dtype
         tokens_TH = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
-        self.order = RowOrder.by_expert(routing_map, self.config.moe_router_topk)
+        self.order: RowOrder | None = RowOrder.by_expert(routing_map, self.config.moe_router_topk)
         return self.order.to_rows(tokens_TH), self.order.probs(probs)
 
     def dispatch_postprocess(
@@ -90,11 +113,13 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         if self.tp_size > 1:
             sizes, dtype = self.output_splits_tp.tolist(), hidden_states.dtype
             hidden_states = reduce_scatter_to_sequence_parallel_region(
-                hidden_states.to(self.probs.dtype), group=self.tp_group, input_split_sizes=sizes
+                hidden_states.to(self.probs_dtype), group=self.tp_group, input_split_sizes=sizes
             ).to(dtype)
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Rows [N, H] summed to tokens, in the shape they had, and the shared experts' output if it is ready."""
+        assert self.order is not None
         output = self.order.to_tokens(permutated_local_input_tokens).view(self.hidden_shape)
+        self.order = self.arrival = None  # their memory goes with the graph's
         return output if self.shared_experts is None else output + self.shared_experts.get_output()

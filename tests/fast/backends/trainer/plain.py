@@ -169,6 +169,9 @@ class PlainModel:
     def begin_step(self, micro_batches):
         self.optimizer.zero_grad(set_to_none=False)
 
+    def end_passes(self):
+        return {}
+
     def gradient_norm(self):
         return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in self.model.parameters()]))
 
