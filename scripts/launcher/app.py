@@ -40,8 +40,8 @@ def train(plan: Plan) -> None:
     elif cluster.slurm_rank():
         cluster.work_for(plan, cluster.slurm_head())
     else:
-        with cluster.started(plan) as dashboard:
-            job.submit(plan, dashboard)
+        with cluster.started(plan) as (dashboard, head):
+            job.submit(plan, dashboard, head)
 
 
 def full_train(plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """The Ray cluster of a run: one that is there, or one that is started and ended here, over the nodes of a SLURM job."""
 
 import contextlib
+import json
 import os
 import shlex
 import socket
@@ -16,12 +17,6 @@ from miles.utils.errors import UserError
 
 NODES_S = 1800.0  # until all nodes of a SLURM job have joined
 WAIT_S = 1.0
-# A machine that is busy takes longer than Ray's half minute to start what answers at the dashboard.
-START = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
-    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
-}
 CONNECT_S = 5.0
 
 
@@ -73,11 +68,11 @@ def _as_words(plan: Plan) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(plan: Plan) -> Iterator[str]:
+def started(plan: Plan) -> Iterator[tuple[str, str]]:
     """A head on this machine, with the SLURM job's other nodes, for the length of a run; it ends with this process.
 
     Yields:
-        Where it takes jobs.
+        Where it takes jobs, and where processes join it.
 
     Raises:
         UserError: something else has its ports, or nodes are missing.
@@ -89,35 +84,24 @@ def started(plan: Plan) -> Iterator[str]:
                 "with --ray-port and --dashboard-port"
             )
     print(shlex.join(head_command(plan)), flush=True)
-    os.environ |= {"RAY_GCS_SERVER_PORT": str(plan.options.ray_port), **START}
-    import ray  # which reads them
-
-    ray.init(
-        address="local",
-        include_dashboard=True,
-        dashboard_port=plan.options.dashboard_port,
-        log_to_driver=False,
-        **resources(plan),
-    )
+    ports = [str(plan.options.ray_port), str(plan.options.dashboard_port)]
+    rest = [str(plan.num_nodes), str(NODES_S), json.dumps(resources(plan))]
+    command = [sys.executable, str(Path(__file__).with_name("head.py")), *ports, *rest]
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert head.stdin and head.stdout
     try:
-        del os.environ["RAY_GCS_SERVER_PORT"]
-        _wait_for_nodes(plan.num_nodes)
-        yield dashboard_of(plan)
-    finally:
-        ray.shutdown()
-
-
-def _wait_for_nodes(number: int) -> None:
-    import ray
-
-    deadline = time.monotonic() + NODES_S
-    while (there := sum(node["Alive"] for node in ray.nodes())) < number:
-        if time.monotonic() > deadline:
+        address = head.stdout.readline().strip()
+        if not address:
+            raise UserError(f"Ray's head did not come up: exit code {head.wait()}, and the reason above")
+        if address.startswith("!"):
             raise UserError(
-                f"{there} of --num-nodes {number} have joined the Ray cluster within {NODES_S:.0f} s: start this "
-                "script on each node of the SLURM job (srun), or start Ray by hand and give --external-ray"
+                f"{address[1:]} of --num-nodes {plan.num_nodes} have joined the Ray cluster within {NODES_S:.0f} s: "
+                "start this script on each node of the SLURM job (srun), or start Ray by hand and give --external-ray"
             )
-        time.sleep(WAIT_S)
+        yield dashboard_of(plan), address
+    finally:
+        head.stdin.close()
+        head.wait()
 
 
 def work_for(plan: Plan, head: str) -> None:

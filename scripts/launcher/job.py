@@ -10,42 +10,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from launcher.plan import Plan
 from miles.utils.errors import INTERRUPTED, UserError
 
 STOP_S = 60.0
+AGENT_S = 180.0
 WAIT_S = 0.5
 
 
-def entrypoint(plan: Plan) -> str:
-    """The shell command of the job. Relative paths mean what they mean here."""
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(plan.train_command())}"
+def entrypoint(plan: Plan, head: str | None = None) -> str:
+    """The shell command of the job. Relative paths mean what they mean here.
+
+    Args:
+        head: of the cluster. Ray names one to a job by itself, but the wrong one where several run on a machine.
+    """
+    cluster = f"RAY_ADDRESS={head} " if head else ""
+    return f"cd {shlex.quote(str(Path.cwd()))} && {cluster}exec {shlex.join(plan.train_command())}"
 
 
-def submit_command(plan: Plan, address: str) -> str:
+def submit_command(plan: Plan, address: str, head: str | None = None) -> str:
     """What `submit` does, as a command that does the same."""
     runtime = json.dumps({"env_vars": plan.environment()})
     words = ["ray", "job", "submit", "--address", address, "--runtime-env-json", runtime, "--"]
-    return shlex.join([*words, "bash", "-c", entrypoint(plan)])
+    return shlex.join([*words, "bash", "-c", entrypoint(plan, head)])
 
 
-def submit(plan: Plan, address: str) -> None:
+def submit(plan: Plan, address: str, head: str | None = None) -> None:
     """Run train.py on the cluster at `address` and print its output. SIGINT and SIGTERM end it.
 
     Raises:
         UserError: the cluster takes no jobs, or the run failed.
         SystemExit: it was interrupted.
     """
-    from ray.job_submission import JobStatus, JobSubmissionClient
-    from requests import RequestException
+    from ray.job_submission import JobStatus
 
-    print(submit_command(plan, address), flush=True)
-    try:
-        client = JobSubmissionClient(address)
-        job = client.submit_job(entrypoint=entrypoint(plan), runtime_env={"env_vars": plan.environment()})
-    except (ConnectionError, RuntimeError, RequestException) as error:
-        raise UserError(f"the Ray cluster at {address} takes no job: {error}") from error
+    print(submit_command(plan, address, head), flush=True)
+    client, job = _submitted(plan, address, head)
     try:
         with _terminating():
             asyncio.run(_follow(client, job))
@@ -60,6 +62,24 @@ def submit(plan: Plan, address: str) -> None:
         sys.exit(INTERRUPTED)
     if status != JobStatus.SUCCEEDED:
         raise UserError(f"the run ended as {status}: {client.get_job_info(job).message}")
+
+
+def _submitted(plan: Plan, address: str, head: str | None) -> tuple[Any, str]:
+    """A client of the cluster, and the job's name."""
+    from ray.job_submission import JobSubmissionClient
+    from requests import RequestException
+
+    deadline = time.monotonic() + AGENT_S
+    while True:
+        try:
+            client = JobSubmissionClient(address)
+            environment = {"env_vars": plan.environment()}
+            return client, client.submit_job(entrypoint=entrypoint(plan, head), runtime_env=environment)
+        except (ConnectionError, RuntimeError, RequestException) as error:
+            # What starts jobs on a node comes up after the head's dashboard.
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise UserError(f"the Ray cluster at {address} takes no job: {error}") from error
+        time.sleep(WAIT_S)
 
 
 async def _follow(client, job: str) -> None:

@@ -186,6 +186,7 @@ def test_relative_paths_mean_what_they_mean_here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     plan = plan_of(QWEN, folder, hardware="H200", extra_env_vars="A=1")
     assert job.entrypoint(plan).startswith(f"cd {folder} && exec {sys.executable} {ROOT}/train.py ")
+    assert " && RAY_ADDRESS=10.0.0.1:6379 exec " in job.entrypoint(plan, "10.0.0.1:6379")
     submitted = shlex.split(job.submit_command(plan, "auto"))
     assert json.loads(submitted[6]) == {"env_vars": {"PYTHONUNBUFFERED": "1", "A": "1"}}
     assert submitted[-1] == job.entrypoint(plan)
