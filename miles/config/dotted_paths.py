@@ -24,8 +24,10 @@ def dotted_path_problem(flag: str, path: str, example: str) -> str | None:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return f"{flag} {path} must be the dotted path of a function, such as {example}"
     *modules, name = parts
-    if ".".join(modules) in sys.modules:
-        return None
+    imported = sys.modules.get(".".join(modules))
+    if imported is not None:
+        known = [] if hasattr(imported, name) else sorted(vars(imported))
+        return f"{flag} {path}: {'.'.join(modules)} has no {name}{nearest(name, known)}" if known else None
     folders: list[str] | None = None
     for count in range(1, len(modules) + 1):
         module = ".".join(modules[:count])

@@ -31,7 +31,7 @@ class ExpertLoad:
         Returns:
             train/moe/load_max and load_min: tokens of the busiest and of the idlest expert of any layer, as a multiple
             of what each would have if all had the same; train/moe/unused: the share of all layers' experts that had
-            none.
+            none. {} for a model whose layers are all dense.
         """
         device = torch.device(torch.cuda.current_device())
         extremes, sums = torch.full((2,), -torch.inf, device=device), torch.zeros(2, device=device)
@@ -51,6 +51,8 @@ class ExpertLoad:
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
             dist.all_reduce(sums, group=group)
         (most, least), (unused, experts) = extremes.tolist(), sums.tolist()
+        if not experts:
+            return {}
         return {"train/moe/load_max": most, "train/moe/load_min": -least, "train/moe/unused": unused / experts}
 
     @torch.no_grad()

@@ -65,3 +65,8 @@ def test_where_a_file_does_not_tell_the_import_will(there, path):
 def test_what_is_not_there(there, path, problem):
     assert dotted_path_problem("--flag", path, "m.f").startswith(f"--flag {path}")
     assert problem in dotted_path_problem("--flag", path, "m.f")
+
+
+def test_a_module_that_is_imported_already():
+    assert dotted_path_problem("--flag", "json.dumps", "m.f") is None
+    assert "json has no dump_s; did you mean" in dotted_path_problem("--flag", "json.dump_s", "m.f")
