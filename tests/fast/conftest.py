@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from miles.utils import network
+
 ROOT = Path(__file__).parents[2]
 # How often Python looks for garbage, in tests and ranks.
 THRESHOLDS = gc.get_threshold()
@@ -27,6 +29,21 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
+
+# A test draws ports long before its ranks open the last of them. So each worker has ports to itself, beside those that
+# programs under test draw from (network.PORTS), and below those of outgoing connections.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = range(30000, 32768)[WORKER % 2 :: 2]
+_draw = network.free_ports
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """As `miles.utils.network.free_ports`, from this worker's ports."""
+    with mock.patch.object(network, "PORTS", PORTS):
+        return _draw(count, host)
+
+
+network.free_ports = free_ports
 
 # Fixtures that start processes; a file that names one that is shared goes to the worker with the others that do.
 SHARED = ("engine_server", "local_ray")

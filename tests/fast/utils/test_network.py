@@ -3,10 +3,17 @@ import socket
 import pytest
 
 from miles.utils.network import PORTS, free_port_block, free_ports, host_port, port_slices
+from tests.fast import conftest
 
 
 def test_free_ports_differ():
     assert len(set(free_ports(20))) == 20
+
+
+def test_tests_draw_from_ports_that_no_program_and_no_other_worker_draws_from():
+    drawn = free_ports(50)
+    assert set(drawn) <= set(conftest.PORTS) and not set(drawn) & set(PORTS)
+    assert {port % 2 for port in drawn} == {conftest.WORKER % 2}
 
 
 def test_a_block_of_ports_goes_round_one_that_is_taken():
