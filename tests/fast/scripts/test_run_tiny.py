@@ -13,7 +13,8 @@ import pytest
 from miles.utils.errors import INTERRUPTED
 from miles.utils.network import free_ports
 
-pytestmark = pytest.mark.real
+# Alone on the machine: beside another Ray, whose agent has the port that Ray gives to all, the head takes no jobs.
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 
 
