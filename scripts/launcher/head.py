@@ -5,6 +5,7 @@ RESOURCES is JSON. The process has a session of its own, for Ray's dashboard end
 the only one who can end a job.
 """
 
+import functools
 import json
 import os
 import sys
@@ -18,6 +19,11 @@ os.environ |= {
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
 }
 import ray  # noqa: E402 (it reads them)
+from ray._private.parameter import RayParams  # noqa: E402
+
+# The port of the agent that starts jobs. ray.init has no argument for it, and gives all Rays of a machine the same one:
+# the second's agent then starts no job. 0: any that is free.
+RayParams.__init__ = functools.partialmethod(RayParams.__init__, dashboard_agent_listen_port=0)
 
 
 def joined(nodes: int, seconds: float) -> int:
