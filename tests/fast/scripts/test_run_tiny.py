@@ -13,8 +13,7 @@ import pytest
 from miles.utils.errors import INTERRUPTED
 from miles.utils.network import free_ports
 
-# Alone on the machine: beside another Ray, whose agent has the port that Ray gives to all, the head takes no jobs.
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[3]
 
 
