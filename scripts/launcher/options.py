@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -81,9 +81,6 @@ class Options:
 def variable_of(name: str) -> str:
     """The environment variable of an option: MILES_SCRIPT_NUM_NODES."""
     return VARIABLES + name.upper()
-
-
-NAMES = tuple(option.name for option in fields(Options))
 
 
 def hardware_here() -> str | None:

@@ -107,7 +107,7 @@ class Recipe:
     Args:
         title: of the models together.
         models: the first is the default of --model-name.
-        flags: what differs from `launcher.flags.COMMON`.
+        flags: what differs from `launcher.plan.COMMON`.
         task: default of --task.
     """
 

@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -171,8 +175,7 @@ class CompressedAttention(MegatronModule):
         rows, columns = self.groups * config.output_rank, heads * size // config.output_groups
         self.group_proj = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
         for name in self.CUT:
-            parameter = getattr(self, name)
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+            set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
         self.linear_proj = submodules.row(
             config.output_groups * config.output_rank,
             config.hidden_size,
