@@ -15,6 +15,7 @@ MIB = 2**20
 # A process's CUDA context and libraries. Measured of a trainer before its first step (sleep_wake.json); an engine's is
 # taken to be the same.
 CONTEXT = 1.4e9
+FP8_WEIGHT = 1 + 4 / 128**2  # bytes of a weight in FP8, with its part of a block's float32 scale
 PREFILL_GRAPHS = 60 * 8 * MIB  # SGLang's estimate of its graphs for prefill
 
 
@@ -57,6 +58,9 @@ def engine_bytes(config: RunConfig, model: Model, memory: float) -> EngineBytes:
         fraction = 1 - max(work + graphs, _least_reserved(memory)) / memory
     itemsize = 4 if sglang.get("dtype") in ("float32", "float") or not config.bf16 else 2
     weights = itemsize * model.engine_part(tensor, attention)
+    if config.rollout_fp8:
+        # Norms and routers stay as they are too, and are too few to count.
+        weights -= (itemsize - FP8_WEIGHT) * (model.engine_part(tensor, attention) - _embeddings(model) / tensor)
     pool = (memory - CONTEXT) * fraction - weights
     narrow = str(sglang.get("kv_cache_dtype")).startswith("fp8")
     per_token = kv_bytes_per_token(model, attention, 1 if narrow else 2)
@@ -70,6 +74,12 @@ def engine_bytes(config: RunConfig, model: Model, memory: float) -> EngineBytes:
         activations=_activations(model, chunk, batch, tensor),
         tokens=int(max(pool, 0) / per_token),
     )
+
+
+def _embeddings(model: Model) -> int:
+    """Parameters of the embedding, and of an output layer of its own."""
+    fields = model.shape.fields
+    return fields["vocab_size"] * fields["hidden_size"] * (1 if fields.get("tie_word_embeddings") else 2)
 
 
 def _number(sglang: dict[str, Any], name: str) -> int | None:

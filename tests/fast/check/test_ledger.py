@@ -203,6 +203,14 @@ def test_copies_of_weights_on_the_host(configured, tmp_path):
     assert line not in ledger_of(configured(DENSE["8B"]), H200).host.memory
 
 
+def test_an_engine_in_fp8(configured):
+    """Projections at a byte and a scale for each block, embedding and output layer as they are."""
+    plain, fp8 = (ledger_of(configured(DENSE["8B"], flags), H200).engine for flags in ("", "--rollout-fp8"))
+    outside = 2 * 2 * 151936 * 4096
+    projections = (plain.weights - outside) / 2
+    assert fp8.weights == pytest.approx(outside + projections * (1 + 4 / 128**2), rel=1e-6)
+
+
 def test_the_pool_of_an_engine(configured):
     """8 heads of 128, keys and values of 36 layers, in bf16: 147,456 bytes a token; half with half of the heads."""
     config = configured(DENSE["8B"], "--sglang-mem-fraction-static 0.5")
