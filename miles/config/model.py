@@ -182,6 +182,16 @@ def _layers(v: Values, shape: ModelShape) -> Iterator[str]:
 
 @rule
 @_of_the_model
+def _transformer_engine(v: Values, shape: ModelShape) -> Iterator[str]:
+    if v.transformer_impl == "transformer_engine" and not shape.has_transformer_engine:
+        yield (
+            f"--transformer-impl transformer_engine has no layers for {shape.fields.get('model_type')} (config.json); "
+            "use local"
+        )
+
+
+@rule
+@_of_the_model
 def _without_experts(v: Values, shape: ModelShape) -> Iterator[str]:
     if shape.num_experts:
         return

@@ -18,9 +18,11 @@ class ModelShape:
 
     Attributes:
         model_types: the values of config.json's `model_type` that a family's own class is for.
+        has_transformer_engine: its layers can be Transformer Engine's.
     """
 
     model_types: tuple[str, ...] = ()
+    has_transformer_engine = True
 
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = fields

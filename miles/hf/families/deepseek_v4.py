@@ -44,6 +44,7 @@ class DeepseekV4Shape(ModelShape):
     """
 
     model_types = ("deepseek_v4",)
+    has_transformer_engine = False
 
     def has_experts(self, layer: int) -> bool:
         return True
