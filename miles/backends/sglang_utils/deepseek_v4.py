@@ -4,8 +4,9 @@ SGLang 0.5.15 stretches the ropes of all layers by YaRN. The published model str
 entries alone (its inference/model.py; sglang issue 25144): a layer of ratio 0 has the plain ones.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,10 +20,17 @@ def _load_model(load: Callable[..., None], runner: Any, *args: object, **kwargs:
     if ARCHITECTURE not in (runner.model_config.hf_config.architectures or ()):
         load(runner, *args, **kwargs)
         return
+    with plain_ropes():
+        load(runner, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def plain_ropes() -> Iterator[None]:
+    """Within it layers of ratio 0 are built with angles that nothing stretches."""
     from sglang.srt.models.deepseek_v4 import MQALayer
 
     with mock.patch.object(MQALayer, "__init__", with_plain_ropes(MQALayer.__init__)):
-        load(runner, *args, **kwargs)
+        yield
 
 
 def with_plain_ropes(build: Callable[..., None]) -> Callable[..., None]:

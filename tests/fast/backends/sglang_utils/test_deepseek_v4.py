@@ -1,7 +1,11 @@
 """SGLang's DeepSeek-V4: the ropes that the plug-in builds, and the environment of its server."""
 
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import files
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Confi
 
 from miles.backends.sglang_utils import deepseek_v4
 from miles.backends.sglang_utils.arguments import server_environment
+from miles.hf.deepseek_v4_hub import hub_config
 from miles.utils.arguments import parse_args
 
 LENGTH, ROPE, RATIOS = 256, 64, [0, 4, 128]
@@ -37,18 +42,32 @@ class Layer:
         )
 
 
+ROPES = dict(
+    head_dim=512,
+    partial_rotary_factor=ROPE / 512,
+    max_position_embeddings=4096,
+    rope_theta=BASE,
+    compress_rope_theta=COMPRESSED_BASE,
+    rope_parameters={"rope_type": "yarn", **YARN},
+)
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=64,
+    num_hidden_layers=len(RATIOS),
+    num_attention_heads=8,
+    moe_intermediate_size=32,
+    num_experts_per_tok=2,
+    n_routed_experts=4,
+    q_lora_rank=16,
+    o_groups=2,
+    o_lora_rank=16,
+)
+
+
 def transformers_angles(ratio: int) -> torch.Tensor:
     """e^(i angle) of a layer's rope, [positions, pairs]."""
-    config = DeepseekV4Config(
-        head_dim=512,
-        partial_rotary_factor=ROPE / 512,
-        max_position_embeddings=1048576,
-        rope_theta=BASE,
-        compress_rope_theta=COMPRESSED_BASE,
-        rope_parameters={"rope_type": "yarn", **YARN},
-    )
     positions = torch.arange(LENGTH)[None]
-    ropes = DeepseekV4RotaryEmbedding(config)
+    ropes = DeepseekV4RotaryEmbedding(DeepseekV4Config(**ROPES))
     cos, sin = ropes(torch.zeros(1, LENGTH, 1), positions, layer_type="compress" if ratio else "main")
     return torch.complex(cos[0], sin[0])
 
@@ -59,6 +78,23 @@ def test_a_layer_has_the_angles_of_transformers(layer_id):
         layer = Layer(config=SimpleNamespace(compress_ratios=RATIOS), layer_id=layer_id, prefix="model")
     torch.testing.assert_close(layer.freqs_cis, transformers_angles(RATIOS[layer_id]), atol=2e-5, rtol=0)
     assert deepseek_v4_rope.precompute_freqs_cis.__name__ == "precompute_freqs_cis"  # the function is back
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_sglangs_own_layers(tmp_path):
+    config = DeepseekV4Config(**ROPES, compress_ratios=RATIOS, num_hash_layers=1, num_nextn_predict_layers=0, **SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(hub_config(config)))
+    script = Path(__file__).with_name("deepseek_v4_layers.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_USE_CPU_ENGINE": "1"}
+    environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
+    subprocess.run([sys.executable, script, tmp_path, tmp_path / "result"], env=environment, check=True)
+    built = torch.load(tmp_path / "result")
+    for layer, ratio in enumerate(RATIOS):
+        expected = transformers_angles(ratio)
+        torch.testing.assert_close(built["Miles"][layer][:LENGTH], expected, atol=2e-5, rtol=0)
+        # What is to be cured.
+        assert torch.allclose(built["SGLang"][layer][:LENGTH], expected, atol=2e-5) == bool(ratio)
 
 
 def test_a_next_token_layer_says_its_ratio_itself():

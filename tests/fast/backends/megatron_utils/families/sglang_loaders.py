@@ -85,13 +85,18 @@ def is_unused(model: torch.nn.Module, weights: dict[str, torch.Tensor], name: st
         return False
 
 
-def report(folder: Path) -> dict:
-    """What is found of one model."""
+def built(folder: Path) -> torch.nn.Module:
+    """SGLang's model of a folder's config.json."""
     config = ModelConfig(str(folder), dtype="float32")
     config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), tp_size=1)
     kind, _ = get_model_architecture(config)
     with set_default_torch_dtype(torch.float32):
-        model = kind(config=config.hf_config, quant_config=None)
+        return kind(config=config.hf_config, quant_config=None)
+
+
+def report(folder: Path) -> dict:
+    """What is found of one model."""
+    model = built(folder)
     weights = load_file(folder / "weights.safetensors")
     empty = empty_after(model, weights)
     unused = [name for name in weights if is_unused(model, weights, name, empty)]
