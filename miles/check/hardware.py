@@ -30,8 +30,9 @@ class Hardware:
     bandwidth: float
 
 
-# The makers' data sheets; of host links what a pinned copy reaches (55 GB/s over PCIe 5 is measured, see
-# benchmarks/results/sleep_wake.json), of memory what the driver leaves. Host memory is that of a usual node.
+# The makers' data sheets; of memory what the driver leaves (measured of the H200), of host links what a pinned copy
+# reaches: 55 GB/s over PCIe 5 is measured (benchmarks/results/sleep_wake.json), the others are estimates. Host memory
+# is that of a usual node.
 HARDWARE = {
     "A100": Hardware("A100", 84.9e9, 1e12, 25e9, 300e9, 25e9, 312e12, 2.0e12),
     "H100": Hardware("H100", 84.9e9, 2e12, 55e9, 450e9, 50e9, 989e12, 3.35e12),
